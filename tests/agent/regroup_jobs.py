@@ -59,8 +59,8 @@ def wait_for_first_steps(job: Job, world_size: int) -> list[Report]:
 
 def wait_for_replacement(job: Job) -> int:
     """Wait for the first replacement worker, and return its pid."""
-    found = wait_until("a replacement worker", lambda: sorted(job.folder.glob("standby.*")))
-    return int(found[0].suffix[1:])
+    paths = wait_until("a replacement worker", lambda: sorted(job.folder.glob("standby.*")))
+    return int(paths[0].suffix[1:])
 
 
 def send_command(job: Job, command: str, report: Report) -> None:

@@ -101,9 +101,9 @@ def wait_for_common_generation(*workers: RecordingWorker, after: int) -> int:
     """Wait until all workers are in one generation after `after`, and return its number."""
 
     def condition() -> int:
-        found = {worker.groups[-1] for worker in workers}
-        number, nodes = max(found)
-        return number if len(found) == 1 and nodes == len(workers) and number > after else 0
+        groups = {worker.groups[-1] for worker in workers}
+        number, nodes = max(groups)
+        return number if len(groups) == 1 and nodes == len(workers) and number > after else 0
 
     return wait_until(f"one generation of all workers after generation {after}", condition)
 

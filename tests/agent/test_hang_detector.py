@@ -65,9 +65,9 @@ def test_longest_inactivity_is_that_of_the_worker_nearest_to_its_timeout() -> No
         1: create_heartbeat(90.0, *slow),
         2: Heartbeat(is_attached=True),
     }
-    found = longest_inactivity(130.0, 50.0, heartbeats, AUTO)
-    assert found is not None
-    assert (found.local_rank, found.seconds, found.limit) == (0, 30.0, 300.0)
+    inactivity = longest_inactivity(130.0, 50.0, heartbeats, AUTO)
+    assert inactivity is not None
+    assert (inactivity.local_rank, inactivity.seconds, inactivity.limit) == (0, 30.0, 300.0)
     assert longest_inactivity(130.0, 50.0, {}, AUTO) is None
     late = longest_inactivity(951.0, 50.0, {0: Heartbeat(is_attached=True)}, AUTO)
     assert late is not None
@@ -77,16 +77,16 @@ def test_longest_inactivity_is_that_of_the_worker_nearest_to_its_timeout() -> No
 def test_workers_that_report_no_steps_are_ignored() -> None:
     assert longest_inactivity(1e6, 0.0, {0: Heartbeat()}, AUTO) is None
     heartbeats = {0: create_heartbeat(9e5, 0.1), 1: Heartbeat(is_attached=True)}
-    found = longest_inactivity(9e5 + 1, 0.0, heartbeats, AUTO)
-    assert found is not None
-    assert (found.local_rank, found.seconds) == (0, 1.0)
+    inactivity = longest_inactivity(9e5 + 1, 0.0, heartbeats, AUTO)
+    assert inactivity is not None
+    assert (inactivity.local_rank, inactivity.seconds) == (0, 1.0)
 
 
 def test_a_worker_that_saves_or_calls_should_stop_is_active() -> None:
     saving = attrs.evolve(create_heartbeat(0.0, 0.1), last_activity_at=99.0)
-    found = longest_inactivity(100.0, 0.0, {0: saving}, AUTO)
-    assert found is not None
-    assert found.seconds == 1.0
+    inactivity = longest_inactivity(100.0, 0.0, {0: saving}, AUTO)
+    assert inactivity is not None
+    assert inactivity.seconds == 1.0
 
 
 def test_the_slowest_rank_is_the_longest_inactive_one_at_the_lowest_step() -> None:
@@ -135,10 +135,10 @@ class DetectorHarness:
 
     def poll_until(self, at: float) -> list[AgentCommand]:
         """Poll whenever a poll is due, until this time, and return all commands."""
-        done: list[AgentCommand] = []
+        commands: list[AgentCommand] = []
         while self.watch.next_poll_at <= at and self.watch.suspect is None:
-            done += self.poll(self.watch.next_poll_at)
-        return done
+            commands += self.poll(self.watch.next_poll_at)
+        return commands
 
 
 def test_a_rank_that_reports_no_steps_is_not_named_as_hung() -> None:

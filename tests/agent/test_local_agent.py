@@ -111,7 +111,7 @@ def shell_job(tmp_path: Path) -> Iterator[ShellJob]:
     before = set(threading.enumerate())
     yield ShellJob(tmp_path)
     # The thread that reported the exit of a worker finishes a moment later.
-    wait_until("its threads to end", lambda: set(threading.enumerate()) <= before)
+    wait_until("the end of all threads of the agent", lambda: set(threading.enumerate()) <= before)
 
 
 def test_successful_workers_give_a_successful_result(shell_job: ShellJob) -> None:
@@ -265,10 +265,10 @@ def test_an_unusable_temporary_directory_is_reported_once_and_uses_no_restart(
         result = shell_job.run("exit 0", max_restarts=3)
     assert result.state is WorkerState.FAILED
     assert (result.generation, result.restarts, shell_job.handler.generation) == (1, 0, 1)
-    why = os.strerror(errno.ENOTDIR if is_file else errno.ENOENT)
+    reason = os.strerror(errno.ENOTDIR if is_file else errno.ENOENT)
     assert result.reason == (
-        f"cannot create the log directory of this run in '{unusable}': {why}; TMPDIR must name a "
-        "directory that exists and is writable for as long as the job runs (or set log_dir, "
+        f"cannot create the log directory of this run in '{unusable}': {reason}; TMPDIR must "
+        "name a directory that exists and is writable for as long as the job runs (or set log_dir, "
         "--log-dir)"
     )
     assert result.root_cause is not None

@@ -86,11 +86,11 @@ class PushingStore(MemoryStore):
     def compare_set(
         self, key: str, value: bytes, *, expected: int, ttl: float | None = None
     ) -> CompareSetResult:
-        done = super().compare_set(key, value, expected=expected, ttl=ttl)
+        result = super().compare_set(key, value, expected=expected, ttl=ttl)
         watching, self.watching = self.watching, []
         for prefix, changed in watching:
             changed(self.list(prefix))
-        return done
+        return result
 
 
 @pytest.mark.parametrize("kind", [MemoryStore, PushingStore])

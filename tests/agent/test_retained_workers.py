@@ -28,13 +28,13 @@ def read_output(job: Job) -> dict[int, list[str]]:
     (events,) = job.events()
     (run,) = (job.folder / "logs").iterdir()
     newest = max(event.generation for event in events)
-    found: dict[int, list[str]] = {}
+    lines_of_rank: dict[int, list[str]] = {}
     for event in events:
         if event.kind == "worker.started" and event.generation == newest:
             path = run / f"attempt_{event.data['attempt']}/{event.data['local_rank']}/stdout.log"
             if path.exists():
-                found[event.rank or 0] = path.read_text().splitlines()
-    return found
+                lines_of_rank[event.rank or 0] = path.read_text().splitlines()
+    return lines_of_rank
 
 
 def test_a_survivor_continues_in_a_smaller_group_until_the_replacement_joins(job: Job) -> None:
@@ -45,14 +45,14 @@ def test_a_survivor_continues_in_a_smaller_group_until_the_replacement_joins(job
     assert pids(smaller) == {first[1]["pid"]}
     assert (smaller[0]["LOCAL_RANK"], smaller[0]["LOCAL_WORLD_SIZE"]) == ("1", "2")
     assert smaller[0]["TORCHELASTIC_RESTART_COUNT"] == "1"
-    whole = job.wait_for_world(2, after=generation_of(smaller))
-    check_consistent_world(whole)
-    assert whole[1]["pid"] == first[1]["pid"]
-    assert whole[0]["pid"] not in pids(first)
-    assert whole[0]["TORCHELASTIC_RESTART_COUNT"] == "1", (
+    complete = job.wait_for_world(2, after=generation_of(smaller))
+    check_consistent_world(complete)
+    assert complete[1]["pid"] == first[1]["pid"]
+    assert complete[0]["pid"] not in pids(first)
+    assert complete[0]["TORCHELASTIC_RESTART_COUNT"] == "1", (
         "the admission of a replacement uses no restart"
     )
-    memory = {Path(report["ELASTICLIB_SNAPSHOTS"]) for report in (*smaller, *whole)}
+    memory = {Path(report["ELASTICLIB_SNAPSHOTS"]) for report in (*smaller, *complete)}
     assert len(memory) == 2, "each generation has its own snapshots"
     job.finish()
     assert node.exit_code() == 0, job.logs
@@ -94,9 +94,9 @@ def test_survivors_on_all_nodes_continue_after_a_worker_is_lost(job: Job) -> Non
     smaller = job.wait_for_world(3, after=1)
     check_consistent_world(smaller)
     assert pids(smaller) == pids(first[:3])
-    whole = job.wait_for_world(4, after=generation_of(smaller))
-    check_consistent_world(whole)
-    assert pids(first[:3]) < pids(whole)
+    complete = job.wait_for_world(4, after=generation_of(smaller))
+    check_consistent_world(complete)
+    assert pids(first[:3]) < pids(complete)
     job.finish()
     assert [node.exit_code() for node in nodes] == [0, 0], job.logs
 
@@ -165,8 +165,8 @@ def test_a_replacement_that_fails_uses_a_restart_and_the_others_continue(job: Jo
     again = job.wait_for_world(1, after=generation_of(smaller))
     assert pids(again) == pids(smaller)
     assert again[0]["TORCHELASTIC_RESTART_COUNT"] == "2"
-    whole = job.wait_for_world(2, after=generation_of(again))
-    assert whole[1]["pid"] == first[1]["pid"]
+    complete = job.wait_for_world(2, after=generation_of(again))
+    assert complete[1]["pid"] == first[1]["pid"]
     job.finish()
     assert node.exit_code() == 0, job.logs
 
@@ -180,8 +180,8 @@ def test_replacements_that_are_starting_survive_a_regroup_and_join(job: Job) -> 
     kill_worker(first[1])
     smallest = job.wait_for_world(1, after=generation_of(smaller))
     assert pids(smallest) == {first[2]["pid"]}
-    whole = job.wait_for_world(3, after=generation_of(smallest))
-    assert {starting, first[2]["pid"]} < pids(whole)
+    complete = job.wait_for_world(3, after=generation_of(smallest))
+    assert {starting, first[2]["pid"]} < pids(complete)
     job.finish()
     assert node.exit_code() == 0, job.logs
 
@@ -218,8 +218,8 @@ def test_workers_that_are_starting_when_a_node_joins_are_retained(job: Job) -> N
     other = start_member(job, store, "two")
     node.wait_for_log("resize: ")
     starting.unlink()
-    whole = job.wait_for_world(4, after=1, seconds=15)
-    assert pids(whole, "one") == pids(job.reports(1)), job.logs
+    complete = job.wait_for_world(4, after=1, seconds=15)
+    assert pids(complete, "one") == pids(job.reports(1)), job.logs
     job.finish()
     assert [node.exit_code(), other.exit_code()] == [0, 0], job.logs
 
@@ -250,8 +250,8 @@ def test_a_worker_whose_group_is_broken_does_not_wait_for_the_others(job: Job) -
     for node in nodes:
         node.wait_for_log("resize: ")
     send_command(job, "broken", smaller[0])
-    whole = job.wait_for_world(4, after=generation_of(smaller), seconds=9)
-    assert pids(smaller) < pids(whole)
+    complete = job.wait_for_world(4, after=generation_of(smaller), seconds=9)
+    assert pids(smaller) < pids(complete)
     job.finish()
     for report in smaller:
         (job.folder / f"wait.{report['pid']}").unlink()
@@ -273,8 +273,8 @@ def test_no_process_is_left_after_the_last_restart_is_used(job: Job) -> None:
     node = start_node(job, "one", "--standalone", "--max-restarts=1")
     first = job.wait_for_world(2)
     kill_worker(first[0])
-    whole = job.wait_for_world(2, after=2)
-    send_command(job, "fail", whole[0])
+    complete = job.wait_for_world(2, after=2)
+    send_command(job, "fail", complete[0])
     assert node.exit_code() == 1, job.logs
     node.wait_for_log("exited with code 1 .*1 of 1 restarts used")
     job.wait_until_gone()
@@ -306,8 +306,8 @@ def test_a_worker_that_dies_while_it_waits_for_a_generation_is_replaced(job: Job
     start_member(job, store, "three", "--nnodes=2:2")
     smaller = job.wait_for_world(3, after=1)
     assert pids(smaller, "one") == {waiting["pid"]}
-    whole = job.wait_for_world(4, after=generation_of(smaller))
-    assert waiting["pid"] in pids(whole)
+    complete = job.wait_for_world(4, after=generation_of(smaller))
+    assert waiting["pid"] in pids(complete)
     job.finish()
     assert node.exit_code() == 0, job.logs
 

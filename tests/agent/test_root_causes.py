@@ -167,10 +167,10 @@ class StoreThatReportsListing(MemoryStore):
         self.listed = threading.Event()
 
     def list(self, prefix: str) -> Listing:
-        found = super().list(prefix)
+        listing = super().list(prefix)
         if prefix.endswith("cause/"):
             self.listed.set()
-        return found
+        return listing
 
 
 def test_a_node_waits_for_the_root_cause_of_the_failed_node() -> None:

@@ -18,8 +18,8 @@ def wait_for_standby_workers(job: Job, count: int = 2) -> set[int]:
     """Wait until `count` standby workers have started, and return their pids."""
 
     def condition() -> set[int]:
-        found = {int(path.suffix[1:]) for path in job.folder.glob("standby.*")}
-        return found if len(found) >= count else set()
+        pids_of_standby_workers = {int(path.suffix[1:]) for path in job.folder.glob("standby.*")}
+        return pids_of_standby_workers if len(pids_of_standby_workers) >= count else set()
 
     return wait_until(f"{count} standby workers", condition)
 
@@ -60,10 +60,10 @@ def test_members_continue_while_a_node_restarts_all_its_workers(job: Job) -> Non
     smaller = job.wait_for_world(2, after=1)
     assert pids(smaller) == pids(first[:2])
     assert smaller[0]["TORCHELASTIC_RESTART_COUNT"] == "1", "the failure uses a restart"
-    whole = job.wait_for_world(4, after=generation_of(smaller))
-    assert pids(first[:2]) < pids(whole)
-    assert pids(whole) - pids(first) <= wait_for_standby_workers(job)
-    assert whole[0]["TORCHELASTIC_RESTART_COUNT"] == "1"
+    complete = job.wait_for_world(4, after=generation_of(smaller))
+    assert pids(first[:2]) < pids(complete)
+    assert pids(complete) - pids(first) <= wait_for_standby_workers(job)
+    assert complete[0]["TORCHELASTIC_RESTART_COUNT"] == "1"
     job.finish()
     assert [node.exit_code() for node in (one, two)] == [0, 0], job.logs
 
@@ -78,13 +78,13 @@ def test_members_without_a_common_step_wait_for_a_node_that_lost_its_workers(
     smaller = job.wait_for_world(2, after=1)
     (idle := job.folder / "idle").touch()
     # The new workers of node two may not have the state of the job yet.
-    whole = job.wait_for_world(4, after=generation_of(smaller))
-    for report in whole[:2]:
+    complete = job.wait_for_world(4, after=generation_of(smaller))
+    for report in complete[:2]:
         kill_worker(report)
-    wait_until("the next group", lambda: job.reports(generation_of(whole) + 1))
-    after = job.wait_for_world(4, after=generation_of(whole))
-    assert generation_of(after) == generation_of(whole) + 1, job.logs
-    assert pids(after, "two") == pids(whole, "two"), job.logs
+    wait_until("the next group", lambda: job.reports(generation_of(complete) + 1))
+    after = job.wait_for_world(4, after=generation_of(complete))
+    assert generation_of(after) == generation_of(complete) + 1, job.logs
+    assert pids(after, "two") == pids(complete, "two"), job.logs
     idle.unlink()
     job.finish()
     assert [node.exit_code() for node in (one, two)] == [0, 0], job.logs

@@ -36,11 +36,11 @@ def flip_bits(path: Path, count: int) -> Iterator[str]:
     rng = random.Random(17)
     for _ in range(count):
         at, bit = rng.randrange(path.stat().st_size), 1 << rng.randrange(8)
-        for done in (False, True):
+        for is_restored in (False, True):
             with path.open("r+b", buffering=0) as file:
                 (byte,) = os.pread(file.fileno(), 1, at)
                 os.pwrite(file.fileno(), bytes([byte ^ bit]), at)
-            if not done:
+            if not is_restored:
                 yield f"bit {bit:#x} of byte {at} of {path.name}"
 
 

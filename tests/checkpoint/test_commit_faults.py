@@ -141,22 +141,22 @@ def count_calls(scene: Scene, folder: Path) -> int:
 
 def load_value(folder: Path) -> int | None:
     try:
-        found = CheckpointManager(folder).load()
+        loaded = CheckpointManager(folder).load()
     except FileNotFoundError:
         return None
-    assert found["w"].tolist() == [found["step"]] * 3
-    return int(found["step"])
+    assert loaded["w"].tolist() == [loaded["step"]] * 3
+    return int(loaded["step"])
 
 
 def assert_recoverable(folder: Path, step: int, allowed: set[int | None], what: str) -> int | None:
     """Check that an old or the new state exists, and that the next save succeeds and cleans up."""
-    found = load_value(folder)
-    assert found in allowed | {NEW}, what
+    loaded = load_value(folder)
+    assert loaded in allowed | {NEW}, what
     save(folder, step + 1, 3)
     assert load_value(folder) == 3, what
     assert sorted(os.listdir(folder)) == [".lock", "fence.json", f"step-{step + 1:010d}"], what
     assert len(os.listdir(folder / f"step-{step + 1:010d}")) == 2, what
-    return found
+    return loaded
 
 
 def run_in_fork(act: Callable[[], object]) -> int:
@@ -252,12 +252,12 @@ def test_a_full_disk_and_a_read_only_one_keep_the_last_checkpoint(small_disk: Pa
         assert load_value(small_disk) == OLD
         assert os.listdir(small_disk / "step-0000000001")
         remount = ["mount", "-o", "remount,ro", str(small_disk)]
-        subprocess.run(remount, assert_recoverable=True)
+        subprocess.run(remount, check=True)
         manager.save(3, state(NEW))
         with pytest.raises(CheckpointError, match="Read-only file system"):
             manager.wait()
         assert load_value(small_disk) == OLD
-        subprocess.run([*remount[:2], "remount,rw", str(small_disk)], assert_recoverable=True)
+        subprocess.run([*remount[:2], "remount,rw", str(small_disk)], check=True)
         manager.save(4, state(NEW))
     assert load_value(small_disk) == NEW
     assert CheckpointManager(small_disk).steps() == [4]

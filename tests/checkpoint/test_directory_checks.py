@@ -44,9 +44,9 @@ def test_restore_reports_why_it_skipped_a_truncated_checkpoint(
             manager.wait()
     damage(tmp_path / "step-0000000002")
     with CheckpointManager(tmp_path) as manager:
-        found = manager.restore({"a": 0})
-        assert found.step == 1
-        [why] = found.skipped
+        result = manager.restore({"a": 0})
+        assert result.step == 1
+        [why] = result.skipped
     assert "step-0000000002 is corrupt: " in why
     assert why in caplog.text
 

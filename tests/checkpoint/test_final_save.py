@@ -158,10 +158,10 @@ def test_snapshot_without_a_checkpoint_directory_is_not_written(
 def test_manifest_names_the_last_generation_of_the_agent(host: Host, checkpoints: Path) -> None:
     """Workers may acquire the directory in a generation and exit before their first snapshot."""
     assert host.keep(7).save(nodes(1, 4)[0]) == ""
-    found = CheckpointCatalog(LocalStorage(checkpoints)).read_entry(7)
-    assert found is not None
-    assert found.manifest is not None
-    assert found.manifest.generation == 4
+    entry = CheckpointCatalog(LocalStorage(checkpoints)).read_entry(7)
+    assert entry is not None
+    assert entry.manifest is not None
+    assert entry.manifest.generation == 4
 
 
 class DiskThatCallsDuringWrite(DiskCalls):

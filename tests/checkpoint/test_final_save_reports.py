@@ -197,10 +197,10 @@ class DiskThatFailsOnce(DiskCalls):
 
 def test_report_is_published_after_an_error_of_the_disk(tmp_path: Path) -> None:
     disk = DiskThatFailsOnce()
-    mine, other = (ReportExchange(LocalStorage(tmp_path, disk), "s", a, 2) for a in ("a", "b"))
-    mine.publish()
+    own, other = (ReportExchange(LocalStorage(tmp_path, disk), "s", a, 2) for a in ("a", "b"))
+    own.publish()
     disk.fails = True
     with pytest.raises(OSError, match="Input/output error"):
-        mine.publish(problem="first")
-    mine.publish(problem="second")
+        own.publish(problem="first")
+    own.publish(problem="second")
     assert other.read()["a"].problem == "second"

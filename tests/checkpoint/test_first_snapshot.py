@@ -36,15 +36,15 @@ def train(state: dict[str, Any], step: int) -> None:
 
 def read_resident_bytes(era: Path) -> dict[str, int]:
     """Return the resident bytes of each slot in this process."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     slot = ""
     for line in Path("/proc/self/smaps").read_text().splitlines():
         words = line.split()
         if not words[0].endswith(":"):
             slot = words[-1].removeprefix(f"{era}/") if f"{era}/own." in line else ""
         elif words[0] == "Rss:" and slot:
-            found[slot] = found.get(slot, 0) + int(words[1]) * 1024
-    return found
+            sizes[slot] = sizes.get(slot, 0) + int(words[1]) * 1024
+    return sizes
 
 
 def find_newest(era: Path) -> tuple[str, int]:
@@ -61,7 +61,9 @@ def has_memory_for_the_next_snapshot(
     manager: CheckpointManager, era: Path, step: int, state: dict[str, Any]
 ) -> bool:
     """Wait for the memory that was prepared. Return whether the next snapshot is written there."""
-    wait_until("its slot", lambda: read_resident_bytes(era) and is_idle(manager))
+    wait_until(
+        "the slot for the next snapshot", lambda: read_resident_bytes(era) and is_idle(manager)
+    )
     before = read_resident_bytes(era)
     train(state, step)
     assert manager.snapshot(step, state)
@@ -137,7 +139,10 @@ def test_a_save_after_a_restore_is_copied_to_the_memory_that_was_prepared(
     state = save_trained_state(tmp_path / "disk")
     with CheckpointManager(tmp_path / "disk") as manager:
         manager.restore(state)
-        wait_until("its slot", lambda: read_resident_bytes(generation_memory) and is_idle(manager))
+        wait_until(
+            "the slot for the next snapshot",
+            lambda: read_resident_bytes(generation_memory) and is_idle(manager),
+        )
         before = read_resident_bytes(generation_memory)
         for step in (2, 3):
             manager.save(step, state).wait()
@@ -158,7 +163,7 @@ def test_a_manager_that_is_closed_or_dies_before_its_first_snapshot_leaves_no_me
     # The next start of the workers removes the slot of a manager that was killed.
     left = CheckpointManager(tmp_path / "disk")
     left.restore(state)
-    wait_until("its slot", lambda: [*generation_memory.iterdir()])
+    wait_until("the slot for the next snapshot", lambda: [*generation_memory.iterdir()])
     snapshot_slots.remove_incomplete(generation_memory.parent, 2)
     assert [*generation_memory.iterdir()] == []
     left.close()

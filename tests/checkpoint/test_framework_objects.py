@@ -93,49 +93,49 @@ def test_a_restored_scheduler_continues_with_the_same_learning_rates(
 
 def create_averaged_model(value: float) -> AveragedModel:
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
-    made = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    instance = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(value)
-    made.update_parameters(model)
-    return made
+    instance.update_parameters(model)
+    return instance
 
 
 def create_scaler(steps: int) -> torch.amp.GradScaler:
-    made = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+    instance = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     for _ in range(steps):
-        made.scale(weight.sum()).backward()
-        made.step(optimizer)
-        made.update()
-    return made
+        instance.scale(weight.sum()).backward()
+        instance.step(optimizer)
+        instance.update()
+    return instance
 
 
 def create_loader(num_taken: int, workers: int = 0) -> tuple[StatefulDataLoader, list[Any]]:
-    made = StatefulDataLoader(range(20), batch_size=2, shuffle=True, num_workers=workers)
-    batches = iter(made)
-    return made, [next(batches).tolist() for _ in range(num_taken)]
+    instance = StatefulDataLoader(range(20), batch_size=2, shuffle=True, num_workers=workers)
+    batches = iter(instance)
+    return instance, [next(batches).tolist() for _ in range(num_taken)]
 
 
 def create_sampler(num_taken: int) -> ElasticDistributedSampler:
-    made = ElasticDistributedSampler(range(20), 1, 0, seed=3)
-    num_drawn = iter(made)
+    instance = ElasticDistributedSampler(range(20), 1, 0, seed=3)
+    iterator = iter(instance)
     for _ in range(num_taken):
-        next(num_drawn)
-    return made
+        next(iterator)
+    return instance
 
 
 def create_generator(num_drawn: int) -> torch.Generator:
-    made = torch.Generator().manual_seed(num_drawn)
-    torch.rand(num_drawn, create_generator=made)
-    return made
+    instance = torch.Generator().manual_seed(num_drawn)
+    torch.rand(num_drawn, generator=instance)
+    return instance
 
 
 def create_python_random(num_drawn: int) -> random.Random:
-    made = random.Random(num_drawn)
-    made.gauss(0, 1)
-    return made
+    instance = random.Random(num_drawn)
+    instance.gauss(0, 1)
+    return instance
 
 
 OBJECTS: dict[str, tuple[Callable[[int], Any], Callable[[Any], Any]]] = {
@@ -145,7 +145,7 @@ OBJECTS: dict[str, tuple[Callable[[int], Any], Callable[[Any], Any]]] = {
         lambda _: torch.amp.GradScaler("cpu", enabled=False),
         lambda o: o.state_dict(),
     ),
-    "torch.Generator": (create_generator, lambda o: torch.rand(3, create_generator=o).tolist()),
+    "torch.Generator": (create_generator, lambda o: torch.rand(3, generator=o).tolist()),
     "random.Random": (create_python_random, lambda o: [o.random(), o.gauss(0, 1)]),
     "numpy Generator": (numpy.random.default_rng, lambda o: o.random(3).tolist()),
     "numpy of MT19937": (
@@ -155,8 +155,8 @@ OBJECTS: dict[str, tuple[Callable[[int], Any], Callable[[Any], Any]]] = {
     "RandomState": (numpy.random.RandomState, lambda o: o.rand(3).tolist()),
     "StatefulDistributedSampler": (
         lambda num_taken: [
-            made := StatefulDistributedSampler(range(9), 1, 0),
-            made.load_state_dict({"yielded": num_taken}),
+            instance := StatefulDistributedSampler(range(9), 1, 0),
+            instance.load_state_dict({"yielded": num_taken}),
         ][0],
         lambda o: o.state_dict(),
     ),
@@ -171,8 +171,8 @@ def test_objects_of_frameworks_are_restored_at_any_path(tmp_path: Path, name: st
         manager.save(1, {"nested": [{"object": saved}, (saved,)]})
         manager.wait()
         assert manager.restore({"nested": [{"object": fresh}, (create(1),)]})
-    expected, found = describe(saved), describe(fresh)
-    assert str(found) == str(expected)
+    expected, restored = describe(saved), describe(fresh)
+    assert str(restored) == str(expected)
     save_checkpoint(tmp_path / "a.pt", [create(5)])
     assert load_checkpoint(tmp_path / "a.pt") is not None
 

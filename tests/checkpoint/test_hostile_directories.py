@@ -41,11 +41,11 @@ def step_folder(folder: Path, step: int) -> Path:
 
 def restore(folder: Path) -> tuple[int, float, tuple[str, ...]]:
     """Return the step and value that a start restores, and the reasons for skipped steps."""
-    found = state(0)
+    live = state(0)
     with CheckpointManager(folder) as manager:
-        what = manager.restore(found)
-        assert {float(value) for value in found["w"]} == {float(found["w"][0])}
-        return what.step, float(found["w"][0]), what.skipped
+        what = manager.restore(live)
+        assert {float(value) for value in live["w"]} == {float(live["w"][0])}
+        return what.step, float(live["w"][0]), what.skipped
 
 
 # -- manifests ---------------------------------------------------------------------------------
@@ -122,9 +122,9 @@ def test_an_invalid_manifest_with_a_correct_checksum_is_skipped_with_its_reason(
     save(tmp_path, 1, 2)
     path = step_folder(tmp_path, 2) / MANIFEST_NAME
     path.write_bytes(create_invalid_manifest(name, path.read_bytes()))
-    step, value, (why,) = restore(tmp_path)
+    step, value, (reason,) = restore(tmp_path)
     assert (step, value) == (1, 1.0)
-    assert "step-0000000002 is corrupt: its manifest" in why
+    assert "step-0000000002 is corrupt: its manifest" in reason
     manager = CheckpointManager(tmp_path)
     assert (manager.latest(), manager.steps(), list(manager.verify())) == (1, [1], [2])
     assert float(manager.load()["w"][0]) == 1.0
@@ -150,10 +150,10 @@ def run_as_other_user(act: Callable[[], object]) -> Any:
             os.setgid(OTHER_USER)
             os.setuid(OTHER_USER)
             try:
-                found = act()
+                result = act()
             except CheckpointError as error:
-                found = str(error)
-            os.write(writer, json.dumps(found).encode())
+                result = str(error)
+            os.write(writer, json.dumps(result).encode())
         except BaseException:
             traceback.print_exc()
         finally:
@@ -170,13 +170,13 @@ def run_as_other_user(act: Callable[[], object]) -> Any:
 
 def read_and_save(folder: Path) -> list[Any]:
     """Return the results of all functions that read the directory, and of a save after them."""
-    found = state(0)
+    live = state(0)
     with CheckpointManager(folder) as manager:
-        what = manager.restore(found)
-        results: list[Any] = [what.step, float(found["w"][0]), what.skipped]
+        what = manager.restore(live)
+        results: list[Any] = [what.step, float(live["w"][0]), what.skipped]
         results += [manager.latest(), float(manager.load()["w"][0]), manager.steps()]
         results.append(sorted(manager.verify()))
-        manager.save(3, found)
+        manager.save(3, live)
         manager.wait()
         return [*results, manager.steps()]
 
@@ -190,10 +190,10 @@ def extend_to_4_tib(path: Path) -> None:
 def test_a_manifest_of_4_tib_is_skipped_with_its_reason(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
     extend_to_4_tib(step_folder(tmp_path, 2) / MANIFEST_NAME)
-    step, value, (why,), *rest = read_and_save(tmp_path)
+    step, value, (reason,), *rest = read_and_save(tmp_path)
     assert (step, value) == (1, 1.0)
-    assert "step-0000000002 is corrupt: " in why
-    assert "manifest.json" in why
+    assert "step-0000000002 is corrupt: " in reason
+    assert "manifest.json" in reason
     assert rest == [1, 1.0, [1], [2], [1, 3]]
 
 
@@ -216,9 +216,9 @@ def test_a_data_file_that_was_extended_to_4_tib_is_skipped(
         fields = json.loads(path.read_bytes().rpartition(b"\ncrc32")[0])
         fields["files"][0]["size"] = 4 << 40
         path.write_bytes(append_checksum(json.dumps(fields).encode()))
-    step, value, (why,) = restore(tmp_path)
+    step, value, (reason,) = restore(tmp_path)
     assert (step, value) == (1, 1.0)
-    assert "step-0000000002 is corrupt: " in why
+    assert "step-0000000002 is corrupt: " in reason
     manager = CheckpointManager(tmp_path)
     assert manager.latest() == 1
     assert float(manager.load()["w"][0]) == 1.0
@@ -252,15 +252,15 @@ def shared_folder(tmp_path: Path) -> Path:
 
 
 def read_without_permission(folder: Path) -> list[object]:
-    found = state(0)
+    live = state(0)
     with CheckpointManager(folder) as manager:
         results: list[object] = [
-            manager.restore(found).step,
-            float(found["w"][0]),
+            manager.restore(live).step,
+            float(live["w"][0]),
             manager.latest(),
         ]
         results += [manager.steps(), manager.verify(), float(manager.load()["w"][0])]
-        for act in (manager.claim, lambda: manager.save(3, found)):
+        for act in (manager.claim, lambda: manager.save(3, live)):
             try:
                 act()
                 manager.wait()
@@ -283,9 +283,9 @@ def test_a_read_only_directory_can_be_read_and_a_save_reports_the_error(
     # In an empty directory, the restore already reports that nothing can be saved.
     empty = shared_folder.parent / "empty"
     empty.mkdir(mode=0o755)
-    why = run_as_other_user(lambda: restore(empty))
-    assert "empty could not be claimed: " in why
-    assert "Permission denied" in why
+    reason = run_as_other_user(lambda: restore(empty))
+    assert "empty could not be claimed: " in reason
+    assert "Permission denied" in reason
 
 
 # -- a full disk -------------------------------------------------------------------------------

@@ -67,9 +67,9 @@ def read_types(value: object) -> object:
 
 @given(states)
 def test_an_unpacked_state_has_equal_values_of_the_same_types(state: object) -> None:
-    found = unpack(packed(state))
-    assert found == state
-    assert read_types(found) == read_types(state)
+    unpacked = unpack(packed(state))
+    assert unpacked == state
+    assert read_types(unpacked) == read_types(state)
 
 
 def read_bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -98,21 +98,21 @@ def as_saved(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_tensors_of_any_layout_keep_their_bits_and_strides(dtype: torch.dtype) -> None:
     noise = torch.randint(0, 255, (6, 4 * dtype.itemsize), dtype=torch.uint8)
-    whole = (noise % 2).bool()[:, :4] if dtype is torch.bool else noise.view(dtype)
+    elements = (noise % 2).bool()[:, :4] if dtype is torch.bool else noise.view(dtype)
     parts = {
-        "whole": whole,
-        "turned": whole.t(),
-        "part": whole[1:5:2, 1],
-        "one": whole[0, 0],
-        "wide": whole[2].expand(3, 4),
-        "both": whole[::2, 1:2].expand(3, 2),
-        "none": whole[:0],
+        "whole": elements,
+        "turned": elements.t(),
+        "part": elements[1:5:2, 1],
+        "one": elements[0, 0],
+        "wide": elements[2].expand(3, 4),
+        "both": elements[::2, 1:2].expand(3, 2),
+        "none": elements[:0],
     }
     for state in (parts, *({"alone": part} for part in parts.values())):
-        found = unpack(packed([state, torch.empty(0, 3, dtype=dtype)]))
+        unpacked = unpack(packed([state, torch.empty(0, 3, dtype=dtype)]))
         for name, tensor in state.items():
-            assert is_identical(found[0][name], as_saved(tensor)), name
-        assert found[1].shape == (0, 3)
+            assert is_identical(unpacked[0][name], as_saved(tensor)), name
+        assert unpacked[1].shape == (0, 3)
 
 
 sizes = st.lists(st.integers(0, 3), max_size=4)
@@ -127,19 +127,19 @@ def test_an_unpacked_view_has_its_values_and_dense_strides(
     assert is_identical(unpack(packed(view)), as_saved(view))
     state = [view, memory, view.view(torch.float32), memory[3:].view(torch.uint8)]
     for copy in (False, True):
-        for found, tensor in zip(unpack(packed(state), copy=copy), state, strict=True):
-            assert is_identical(found, as_saved(tensor))
+        for unpacked, tensor in zip(unpack(packed(state), copy=copy), state, strict=True):
+            assert is_identical(unpacked, as_saved(tensor))
 
 
 def test_conjugate_and_negative_tensors_are_saved_as_their_values() -> None:
     x = torch.tensor([1 + 2j, -3 + 0.5j, 4 - 1j])
     state = {"x": x, "y": x.conj(), "imag": x.conj().imag, "real": x.conj().real}
-    found = unpack(packed(state))
+    unpacked = unpack(packed(state))
     for name, tensor in state.items():
-        assert is_identical(found[name], as_saved(tensor)), name
+        assert is_identical(unpacked[name], as_saved(tensor)), name
         assert is_identical(unpack(packed([tensor]))[0], as_saved(tensor)), name
-    found["x"].fill_(5 + 5j)
-    assert torch.equal(found["y"], state["y"]), "they are different values, and share no memory"
+    unpacked["x"].fill_(5 + 5j)
+    assert torch.equal(unpacked["y"], state["y"]), "they are different values, and share no memory"
 
 
 def test_only_the_used_part_of_a_storage_is_packed() -> None:
@@ -153,11 +153,11 @@ def test_views_of_the_same_memory_share_memory_after_unpacking() -> None:
     state = {"rows": table[1:], "again": table[1:], "turned": table.t(), "turned again": table.t()}
     pack = packed(state)
     assert set(safetensors.torch.load(bytes(pack))) == {"rows", "turned~storage"}
-    found = unpack(pack)
+    unpacked = unpack(pack)
     for one, other in (("rows", "again"), ("turned", "turned again")):
-        assert is_identical(found[one], as_saved(state[one]))
-        found[one].fill_(-1)
-        assert bool((found[other] == -1).all())
+        assert is_identical(unpacked[one], as_saved(state[one]))
+        unpacked[one].fill_(-1)
+        assert bool((unpacked[other] == -1).all())
 
 
 def test_arrays_of_the_same_bytes_keep_their_dtype_shape_and_memory_order() -> None:
@@ -171,13 +171,13 @@ def test_arrays_of_the_same_bytes_keep_their_dtype_shape_and_memory_order() -> N
 
 
 def test_a_tensor_and_its_detached_copy_are_two_tensors_after_unpacking() -> None:
-    wanted = torch.ones(2, requires_grad=True)
+    with_gradient = torch.ones(2, requires_grad=True)
     tied = torch.nn.Parameter(torch.ones(2))
-    found = unpack(packed([wanted, wanted.detach(), tied, tied, wanted]))
-    assert [tensor.requires_grad for tensor in found] == [True, False, True, True, True]
-    assert found[0] is found[4]
-    assert found[2] is found[3]
-    assert found[0].data_ptr() == found[1].data_ptr()
+    unpacked = unpack(packed([with_gradient, with_gradient.detach(), tied, tied, with_gradient]))
+    assert [tensor.requires_grad for tensor in unpacked] == [True, False, True, True, True]
+    assert unpacked[0] is unpacked[4]
+    assert unpacked[2] is unpacked[3]
+    assert unpacked[0].data_ptr() == unpacked[1].data_ptr()
 
 
 def test_the_state_dicts_of_a_model_and_its_optimizer_are_unpacked() -> None:
@@ -185,11 +185,11 @@ def test_the_state_dicts_of_a_model_and_its_optimizer_are_unpacked() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(5, 3)).sum().backward()
     optimizer.step()
-    found = unpack(packed({"model": model.state_dict(), "optimizer": optimizer.state_dict()}))
-    assert found["model"]._metadata == model.state_dict()._metadata  # type: ignore[attr-defined]
+    unpacked = unpack(packed({"model": model.state_dict(), "optimizer": optimizer.state_dict()}))
+    assert unpacked["model"]._metadata == model.state_dict()._metadata  # type: ignore[attr-defined]
     other = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
-    other.load_state_dict(found["model"])
-    torch.optim.AdamW(other.parameters()).load_state_dict(found["optimizer"])
+    other.load_state_dict(unpacked["model"])
+    torch.optim.AdamW(other.parameters()).load_state_dict(unpacked["optimizer"])
     for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(mine, theirs)
 
@@ -198,22 +198,22 @@ def test_a_tensor_at_two_paths_is_packed_once_and_unpacked_as_one() -> None:
     tied = torch.randn(1000)
     pack = packed({"a": tied, "b": [tied]})
     assert len(pack) < 4096 + 2 * 4000
-    found = unpack(pack)
-    assert found["a"] is found["b"][0]
+    unpacked = unpack(pack)
+    assert unpacked["a"] is unpacked["b"][0]
 
 
 def test_parameters_and_requires_grad_are_preserved() -> None:
     frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
-    found = unpack(packed([torch.nn.Parameter(torch.ones(2)), frozen, torch.ones(1)]))
-    assert [type(tensor) for tensor in found[:2]] == [torch.nn.Parameter] * 2
-    assert [tensor.requires_grad for tensor in found] == [True, False, False]
+    unpacked = unpack(packed([torch.nn.Parameter(torch.ones(2)), frozen, torch.ones(1)]))
+    assert [type(tensor) for tensor in unpacked[:2]] == [torch.nn.Parameter] * 2
+    assert [tensor.requires_grad for tensor in unpacked] == [True, False, False]
 
 
 def test_special_floating_point_numbers_are_preserved() -> None:
-    found = unpack(packed([math.nan, -math.inf, -0.0]))
-    assert math.isnan(found[0])
-    assert found[1] == -math.inf
-    assert math.copysign(1, found[2]) == -1
+    unpacked = unpack(packed([math.nan, -math.inf, -0.0]))
+    assert math.isnan(unpacked[0])
+    assert unpacked[1] == -math.inf
+    assert math.copysign(1, unpacked[2]) == -1
 
 
 def test_each_device_of_a_copied_tensor_is_synchronized(

@@ -50,7 +50,7 @@ class RecordingDisk(DiskCalls):
         ]
 
     def _synced(self, more: dict[str, dict[str, int]]) -> Image:
-        found: Image = {}
+        files: Image = {}
 
         def walk(folder: str) -> None:
             names = self.names.get(folder, {}) | more.get(folder, {})
@@ -59,10 +59,10 @@ class RecordingDisk(DiskCalls):
                 if path in self.names:
                     walk(path)
                 else:
-                    found[path] = self.contents.get(inode, b"")
+                    files[path] = self.contents.get(inode, b"")
 
         walk(self.folder)
-        return found
+        return files
 
     def _files(self) -> list[Path]:
         return [path for path in Path(self.folder).rglob("*") if path.is_file()]
@@ -130,9 +130,9 @@ def restored(image: Image, folder: Path, place: Path) -> Iterator[tuple[int, byt
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(content)
     shelf = CheckpointCatalog(LocalStorage(place))
-    for found in shelf.list_entries():
-        if found.manifest and not shelf.find_corruption(found.manifest):
-            yield found.step, bytes(shelf.read(found.manifest))
+    for entry in shelf.list_entries():
+        if entry.manifest and not shelf.find_corruption(entry.manifest):
+            yield entry.step, bytes(shelf.read(entry.manifest))
 
 
 def test_a_kill_or_a_loss_of_power_at_any_write_leaves_the_old_or_the_new_state(
@@ -162,7 +162,7 @@ def test_a_kill_or_a_loss_of_power_at_any_write_leaves_the_old_or_the_new_state(
 
 def restored_in(place: Path) -> Iterator[int]:
     return (
-        found.step
-        for found in CheckpointCatalog(LocalStorage(place)).list_entries()
-        if found.manifest
+        entry.step
+        for entry in CheckpointCatalog(LocalStorage(place)).list_entries()
+        if entry.manifest
     )

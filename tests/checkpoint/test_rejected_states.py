@@ -198,11 +198,11 @@ def compiled() -> Any:
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*meta parameter.*no-op:UserWarning")
 def test_state_that_cannot_take_what_was_saved_is_rejected_with_its_path(
-    tmp_path: Path, saved: Callable[[], Any], mine: Callable[[], Any], message: str
+    tmp_path: Path, saved: Callable[[], Any], live: Callable[[], Any], message: str
 ) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, {"it": [saved()], "step": 1}).wait()
-        state = {"it": [mine()], "step": 0}
+        state = {"it": [live()], "step": 0}
         with pytest.raises(StateMismatchError) as rejected:
             manager.restore(state)
     assert message in str(rejected.value)
@@ -225,13 +225,13 @@ def test_state_that_cannot_take_what_was_saved_is_rejected_with_its_path(
     ],
 )
 def test_tensors_that_share_memory_are_restored_if_no_value_is_lost(
-    tmp_path: Path, saved: Callable[[], Any], mine: Callable[[], Any]
+    tmp_path: Path, saved: Callable[[], Any], live: Callable[[], Any]
 ) -> None:
     def values(state: Any) -> list[str]:
         tensors = state.state_dict().values() if isinstance(state, torch.nn.Module) else state
         return [str(tensor.tolist()) for tensor in tensors]
 
-    wanted, state = saved(), {"it": mine()}
+    wanted, state = saved(), {"it": live()}
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, {"it": wanted}).wait()
         assert manager.restore(state)

@@ -105,9 +105,9 @@ def test_an_error_of_any_operation_leaves_the_old_or_the_new_state(url: str) -> 
             message = str(error)
         assert "the network is down" in (message or "the network is down")
         UnreliableFileSystem.failing = 0
-        found = CheckpointManager(url).load()["step"]
-        assert found == 2 or (message and found == 1)
-        seen.add(found)
+        step = CheckpointManager(url).load()["step"]
+        assert step == 2 or (message and step == 1)
+        seen.add(step)
         save(url, 8, 3)
         assert CheckpointManager(url).steps() == [8]
         assert CheckpointManager(url).load()["step"] == 3
@@ -119,8 +119,8 @@ def test_a_damaged_byte_of_a_remote_checkpoint_is_detected(url: str) -> None:
     with CheckpointManager(url, keep_last=2) as manager:
         manager.save(7, state(2))
     (path,) = (name for name in UnreliableFileSystem.store if "0007/state" in name)
-    whole = UnreliableFileSystem.store[path].getvalue()
-    UnreliableFileSystem().pipe_file(path, whole[:-1] + b"\1")
+    data = UnreliableFileSystem.store[path].getvalue()
+    UnreliableFileSystem().pipe_file(path, data[:-1] + b"\1")
     manager = CheckpointManager(url)
     assert manager.load()["step"] == 1
     assert "checksum" in manager.skipped[7]

@@ -281,7 +281,7 @@ def test_each_snapshot_is_replicated_to_the_next_node_only(hosts: list[Host]) ->
         previous = str((rank - 1) % 3)
         wait_until("the replica", host.has(previous, 5))
         (replica,) = host.found(previous)
-        pack = wait_until("its bytes", lambda host=host, one=replica: host.pack(one))
+        pack = wait_until("the bytes of the replica", lambda host=host, one=replica: host.pack(one))
         assert pack == large + bytes([int(previous)])
         assert not host.found(str((rank + 1) % 3))
         assert replica.header == hosts[int(previous)].found()[0].header
@@ -410,7 +410,7 @@ def test_a_sender_reconnects_after_its_stream_broke_and_sends_the_snapshot_again
         wait_until("the replica", hosts[1].has("0", 1))
         assert not breaks
         (replica,), (own,) = hosts[1].found("0"), hosts[0].found()
-        pack = wait_until("its bytes", lambda: hosts[1].pack(replica))
+        pack = wait_until("the bytes of the replica", lambda: hosts[1].pack(replica))
         assert pack == hosts[0].pack(own)
 
 

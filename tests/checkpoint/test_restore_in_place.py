@@ -48,10 +48,10 @@ def test_values_are_restored_in_place_or_replaced_if_they_cannot_be_changed():
     saved, state = create_state(5.0), create_state(1.0)
     saved["nested"]["inner"][0].value = {"n": torch.full((2,), 9.0)}
     saved["none"] = [torch.ones(1)]
-    found = read_back(saved)
+    saved_values = read_back(saved)
     nested, inner = state["nested"], state["nested"]["inner"]
     before = [state["model"].weight, nested["t"], nested, inner, inner[0], inner[1][0]]
-    plan_restore(state, found)()
+    plan_restore(state, saved_values)()
     nested, inner = state["nested"], state["nested"]["inner"]
     after = [state["model"].weight, nested["t"], nested, inner, inner[0], inner[1][0]]
     assert all(one is other for one, other in zip(before, after, strict=True))
@@ -93,8 +93,8 @@ def test_copies_preserve_shared_tensors_and_requires_grad():
 def test_a_container_gets_exactly_the_saved_items():
     state: dict[str, Any] = {"d": {"gone": 1, "kept": torch.zeros(1)}, "l": [1, 2, 3], "m": [1]}
     tensor, items = state["d"]["kept"], state["l"]
-    found = read_back({"d": {"kept": torch.ones(1), "new": 2}, "l": [9], "m": [1, [2]]})
-    plan_restore(state, found)()
+    saved_values = read_back({"d": {"kept": torch.ones(1), "new": 2}, "l": [9], "m": [1, [2]]})
+    plan_restore(state, saved_values)()
     assert state == {"d": {"kept": torch.ones(1), "new": 2}, "l": [9], "m": [1, [2]]}
     assert state["d"]["kept"] is tensor
     assert state["l"] is items
@@ -176,8 +176,8 @@ def test_a_state_dict_saved_with_or_without_ddp_is_rejected() -> None:
 
 def test_names_without_a_counterpart_are_ignored_if_not_strict():
     state = {"a": 1, "b": 1}
-    found = read_back({"a": 2, "c": 3})
-    plan_restore(state, found, strict=False)()
+    saved_values = read_back({"a": 2, "c": 3})
+    plan_restore(state, saved_values, strict=False)()
     assert state == {"a": 2, "b": 1}
 
 

@@ -41,7 +41,7 @@ FUSED_ON_THE_CPU = {
 
 
 def cases() -> list[Any]:
-    found = []
+    parameters = []
     for kind in OPTIMIZERS:
         accepted = inspect.signature(kind).parameters
         modes: dict[str, dict[str, bool]] = {"plain": {}}
@@ -49,8 +49,8 @@ def cases() -> list[Any]:
             modes = {"plain": {"foreach": False}, "foreach": {"foreach": True}}
         if kind in FUSED_ON_THE_CPU:
             modes["fused"] = {"fused": True}
-        found += [pytest.param(kind, modes[m], id=f"{kind.__name__}-{m}") for m in modes]
-    return found
+        parameters += [pytest.param(kind, modes[m], id=f"{kind.__name__}-{m}") for m in modes]
+    return parameters
 
 
 class Training:
@@ -141,10 +141,10 @@ def restore_from_replica(folder: Path, saved: Training, new: Training) -> None:
     memory, other = open_memory(folder / "one"), open_memory(folder / "other")
     memory.snapshot(1, saved.state)
     replicas = SnapshotSlots(folder / "other" / "1", "a-node")
-    (found,) = snapshot_slots.list_snapshots(folder / "one")
-    with snapshot_slots.map_snapshot(folder / "one", found) as pack:
+    (snapshot,) = snapshot_slots.list_snapshots(folder / "one")
+    with snapshot_slots.map_snapshot(folder / "one", snapshot) as pack:
         assert pack is not None
-        with replicas.open_for_writing(found.header) as view:
+        with replicas.open_for_writing(snapshot.header) as view:
             view[:] = pack
     assert restore_from([other], new.state).step == 1
     for one in (memory, other, replicas):
@@ -159,10 +159,10 @@ def load_file(folder: Path, saved: Training, new: Training) -> None:
     load_into(new, load_checkpoint(folder / "a.pt"))
 
 
-def load_into(new: Training, found: Any) -> None:
-    new.model.load_state_dict(found["model"])
-    new.optimizer.load_state_dict(found["optimizer"])
-    new.state["free"] = found["free"]
+def load_into(new: Training, loaded: Any) -> None:
+    new.model.load_state_dict(loaded["model"])
+    new.optimizer.load_state_dict(loaded["optimizer"])
+    new.state["free"] = loaded["free"]
 
 
 RESTORES: list[Callable[[Path, Training, Training], None]] = [

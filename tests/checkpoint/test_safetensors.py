@@ -103,11 +103,11 @@ def list_tensors(state: Any, above: StatePath = ()) -> Iterator[tuple[str, Any]]
 
 def list_readable_tensors(state: Any) -> dict[str, Any]:
     """Return the tensors and arrays that are entries under their names, by name."""
-    found = list(list_tensors(state))
-    memory = Counter(one.data_ptr() for _, one in found if torch.is_tensor(one))
+    loaded = list(list_tensors(state))
+    memory = Counter(one.data_ptr() for _, one in loaded if torch.is_tensor(one))
     return {
         path: one
-        for path, one in found
+        for path, one in loaded
         if path.encode("utf-8", "replace") == path.encode("utf-8", "ignore")
         and (
             as_saved(one).is_contiguous() and one.dtype in KNOWN
@@ -121,11 +121,11 @@ def list_readable_tensors(state: Any) -> dict[str, Any]:
 @given(states)
 def test_any_tool_finds_each_plain_tensor_under_its_path(state: Any) -> None:
     pack = packed(state)
-    found = safetensors.torch.load(bytes(pack))
+    loaded = safetensors.torch.load(bytes(pack))
     for path, one in list_readable_tensors(state).items():
-        want = torch.from_numpy(one) if isinstance(one, numpy.ndarray) else one
-        assert (found[path].dtype, found[path].shape) == (want.dtype, want.shape), path
-        assert torch.equal(read_bits(found[path]), read_bits(want)), path
+        expected = torch.from_numpy(one) if isinstance(one, numpy.ndarray) else one
+        assert (loaded[path].dtype, loaded[path].shape) == (expected.dtype, expected.shape), path
+        assert torch.equal(read_bits(loaded[path]), read_bits(expected)), path
     for (_, one), (_, again) in zip(list_tensors(state), list_tensors(unpack(pack)), strict=True):
         if isinstance(one, numpy.ndarray):
             assert (one.dtype, one.tobytes()) == (again.dtype, again.tobytes())
@@ -153,16 +153,16 @@ def test_a_checkpoint_is_opened_by_the_readers_of_safetensors(tmp_path: Path) ->
     with CheckpointManager(tmp_path) as manager:
         manager.save(7, state)
     (path,) = tmp_path.glob("step-*/state.*.pack")
-    found = safetensors.torch.load_file(path)
+    loaded = safetensors.torch.load_file(path)
     for name, one in model.state_dict().items():
-        assert torch.equal(found[f"model/{name}"], one)
+        assert torch.equal(loaded[f"model/{name}"], one)
     assert torch.equal(
-        found["optimizer/state/0/exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"]
+        loaded["optimizer/state/0/exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"]
     )
-    assert torch.equal(found["tied/0"], tied)
-    assert "tied/1" not in found
+    assert torch.equal(loaded["tied/0"], tied)
+    assert "tied/1" not in loaded
     with safetensors.safe_open(path, "np") as file:
-        assert set(file.keys()) == set(found)
+        assert set(file.keys()) == set(loaded)
         assert file.get_slice("model/0.weight")[1:, :2].tolist() == model[0].weight[1:, :2].tolist()
         values = json.loads(file.metadata()["elasticlib.values"])
     assert values["meta"] == {"step": 7}
@@ -178,10 +178,10 @@ def test_a_part_of_a_sharded_state_has_its_shards_under_their_paths(tmp_path: Pa
     finally:
         dist.destroy_process_group()
     (path,) = tmp_path.glob("step-*/part-00000.*.pack")
-    found = safetensors.torch.load_file(path)
-    assert set(found) == {"rows", "more/0", "turned", "same", "plain~storage"}
-    assert torch.equal(found["rows"], state["rows"].to_local())
-    assert torch.equal(found["more/0"], state["more"][0].to_local())
+    loaded = safetensors.torch.load_file(path)
+    assert set(loaded) == {"rows", "more/0", "turned", "same", "plain~storage"}
+    assert torch.equal(loaded["rows"], state["rows"].to_local())
+    assert torch.equal(loaded["more/0"], state["more"][0].to_local())
 
 
 def test_keys_are_escaped_in_names() -> None:
@@ -191,10 +191,10 @@ def test_keys_are_escaped_in_names() -> None:
         **{None: torch.tensor(7), "None": torch.tensor(8), "\udc80": torch.tensor(9)},
         "turned": torch.arange(6).view(2, 3).t(),
     }
-    found = safetensors.torch.load(bytes(packed(state)))
-    memory = found.pop("turned~storage")
+    loaded = safetensors.torch.load(bytes(packed(state)))
+    memory = loaded.pop("turned~storage")
     assert memory.view(torch.int64).tolist() == [0, 1, 2, 3, 4, 5]
-    assert {name: int(one) for name, one in found.items()} == {
+    assert {name: int(one) for name, one in loaded.items()} == {
         **{"a~1b": 1, "a/b": 2, "a~0b": 3, "~__metadata__": 4, "~0storage": 5, "7": 6},
         **{"~None": 7, "None": 8, "\\udc80": 9},
     }

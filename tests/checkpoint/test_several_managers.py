@@ -29,10 +29,10 @@ def test_each_of_two_managers_restores_its_own_snapshots(
             assert not manager.restore(state(0.0))
             assert manager.snapshot(5 + turn, state(value))
     for turn, (name, value) in enumerate(zip(names, (1.0, 2.0), strict=True)):
-        found = state(0.0)
+        live = state(0.0)
         with CheckpointManager(tmp_path / name) as manager:
-            assert manager.restore(found).step == 5 + turn
-        assert found["weight"].tolist() == [value, value]
+            assert manager.restore(live).step == 5 + turn
+        assert live["weight"].tolist() == [value, value]
     assert list(generation_memory.iterdir())
 
 
@@ -47,16 +47,16 @@ def test_restoring_an_earlier_step_from_disk_discards_later_snapshots(
     # The agent starts the workers again.
     (later := generation_memory.parent / "2").mkdir()
     monkeypatch.setenv("ELASTICLIB_SNAPSHOTS", str(later))
-    found = state(0.0)
+    live = state(0.0)
     with CheckpointManager(tmp_path / "kept") as manager:
-        newest = manager.restore(found)
+        newest = manager.restore(live)
         assert (newest.step, newest.source) == (5, "memory")
         assert str(newest) == "step 5 from this node's memory"
-        assert manager.restore(found, step=3).source == "disk"
-        assert found["weight"].tolist() == [3.0, 3.0]
+        assert manager.restore(live, step=3).source == "disk"
+        assert live["weight"].tolist() == [3.0, 3.0]
         with pytest.raises(FileNotFoundError, match=r"there is no step 5 in .*; there are 3$"):
-            manager.restore(found, step=5)
-        assert manager.restore(found).step == 3
+            manager.restore(live, step=5)
+        assert manager.restore(live).step == 3
 
 
 def test_several_ranks_without_a_process_group_get_an_error_with_the_remedy(

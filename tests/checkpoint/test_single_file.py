@@ -36,11 +36,12 @@ def training_state():
 
 def test_load_returns_the_saved_state(tmp_path):
     path, state = tmp_path / "new" / "step-7.pt", training_state()
-    want = sample_states.describe(state)
+    expected = sample_states.describe(state)
     save_checkpoint(path, state)
-    assert sample_states.describe(load_checkpoint(path)) == want
+    assert sample_states.describe(load_checkpoint(path)) == expected
     assert (
-        sample_states.describe(load_checkpoint(str(path), map_location=torch.device("cpu"))) == want
+        sample_states.describe(load_checkpoint(str(path), map_location=torch.device("cpu")))
+        == expected
     )
     assert os.listdir(path.parent) == ["step-7.pt"]
 
@@ -48,9 +49,9 @@ def test_load_returns_the_saved_state(tmp_path):
 def test_an_object_with_state_dict_is_saved_as_its_state(tmp_path):
     model, optimizer = sample_states.create_trained()
     save_checkpoint(tmp_path / "a.pt", {"model": model, "more": [optimizer]})
-    found = load_checkpoint(tmp_path / "a.pt")
-    want = {"model": model.state_dict(), "more": [optimizer.state_dict()]}
-    assert sample_states.describe(found) == sample_states.describe(want)
+    loaded = load_checkpoint(tmp_path / "a.pt")
+    expected = {"model": model.state_dict(), "more": [optimizer.state_dict()]}
+    assert sample_states.describe(loaded) == sample_states.describe(expected)
 
 
 def test_damage_at_the_end_of_a_large_file_is_detected(tmp_path):
@@ -67,14 +68,14 @@ def test_damage_at_the_end_of_a_large_file_is_detected(tmp_path):
 def test_each_flipped_byte_and_each_truncation_is_rejected(tmp_path):
     path = tmp_path / "a.pt"
     save_checkpoint(path, {"w": torch.arange(3), "step": 1})
-    whole = path.read_bytes()
-    for at in range(len(whole)):
-        flipped = whole[:at] + bytes([whole[at] ^ (1 << at % 8)]) + whole[at + 1 :]
-        for damaged in (flipped, whole[:at]):
+    data = path.read_bytes()
+    for at in range(len(data)):
+        flipped = data[:at] + bytes([data[at] ^ (1 << at % 8)]) + data[at + 1 :]
+        for damaged in (flipped, data[:at]):
             path.write_bytes(damaged)
             with pytest.raises(CheckpointCorruptError, match=r"a\.pt"):
                 load_checkpoint(path)
-    path.write_bytes(whole)
+    path.write_bytes(data)
     assert load_checkpoint(path)["step"] == 1
 
 
@@ -168,10 +169,10 @@ def test_latest_raises_if_there_are_files_and_none_is_a_complete_checkpoint(tmp_
 
 def test_partial_files_are_never_the_latest_and_the_next_save_removes_them(tmp_path):
     save_checkpoint(tmp_path / "step-1.pt", 1)
-    whole = (tmp_path / "step-1.pt").read_bytes()
+    data = (tmp_path / "step-1.pt").read_bytes()
     left = [tmp_path / temp_name(name, 7) for name in ("step-2.pt", "step-2.pt.pt", "2.pt")]
     for path in left:
-        path.write_bytes(whole)
+        path.write_bytes(data)
     assert latest_checkpoint(tmp_path, "*") == tmp_path / "step-1.pt"
     assert latest_checkpoint(tmp_path, "*.partial") is None
     save_checkpoint(tmp_path / "step-2.pt", 2)

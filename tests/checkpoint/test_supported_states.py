@@ -131,11 +131,11 @@ def test_restored_random_states_continue_their_sequences(tmp_path: Path) -> None
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, state)
     expected = python.random(), legacy.rand(), new.random(), torch.rand(3).tolist()
-    found = CheckpointManager(tmp_path).load()
-    python.setstate(found["python"])
-    legacy.set_state(found["legacy"])
-    new.bit_generator.state = found["new"]
-    torch.set_rng_state(found["torch"])
+    loaded = CheckpointManager(tmp_path).load()
+    python.setstate(loaded["python"])
+    legacy.set_state(loaded["legacy"])
+    new.bit_generator.state = loaded["new"]
+    torch.set_rng_state(loaded["torch"])
     assert (python.random(), legacy.rand(), new.random(), torch.rand(3).tolist()) == expected
 
 
@@ -260,22 +260,22 @@ def test_map_location_chooses_the_device_of_loaded_tensors(tmp_path: Path) -> No
         manager.save(1, {"t": t, "half": t[2:], "gaps": t[::2], "n": numpy.ones(2)})
         manager.wait()
         functions: tuple[Any, ...] = (lambda s, _: s, lambda *_: None)
-        for here in (None, "cpu", torch.device("cpu"), {"cuda:0": "cpu"}, *functions):
-            found = manager.load(map_location=here)
-            assert found["t"].tolist() == t.tolist()
-            assert found["gaps"].stride() == (1,)
+        for location in (None, "cpu", torch.device("cpu"), {"cuda:0": "cpu"}, *functions):
+            loaded = manager.load(map_location=location)
+            assert loaded["t"].tolist() == t.tolist()
+            assert loaded["gaps"].stride() == (1,)
         calls = []
 
         def move_to_meta(storage: torch.UntypedStorage, location: str) -> Any:
             calls.append((storage.nbytes(), location))
             return torch.UntypedStorage(storage.nbytes(), device="meta")
 
-        found = manager.load(map_location=move_to_meta)
-        assert {found[name].device.type for name in ("t", "half", "gaps")} == {"meta"}
-        for there in ("meta", torch.device("meta"), {"cpu": "meta"}):
-            found = manager.load(map_location=there)
-            assert {found[name].device.type for name in ("t", "half", "gaps")} == {"meta"}
-            assert found["n"].tolist() == [1, 1]
+        loaded = manager.load(map_location=move_to_meta)
+        assert {loaded[name].device.type for name in ("t", "half", "gaps")} == {"meta"}
+        for device in ("meta", torch.device("meta"), {"cpu": "meta"}):
+            loaded = manager.load(map_location=device)
+            assert {loaded[name].device.type for name in ("t", "half", "gaps")} == {"meta"}
+            assert loaded["n"].tolist() == [1, 1]
         assert calls == [(16, "cpu"), (8, "cpu"), (8, "cpu")]
 
         def fail(*_: object) -> Any:

@@ -41,8 +41,8 @@ def test_each_step_uses_the_next_samples_of_the_order_at_any_world_size(n, batch
     if rest and tail == "pad":
         steps[-1] += (order * batch)[: batch - rest]
     assert {len(batches) for batches in ranks} == {len(steps)}
-    found = [interleave(shares) for shares in zip(*ranks, strict=True)]
-    assert found == steps
+    used = [interleave(shares) for shares in zip(*ranks, strict=True)]
+    assert used == steps
 
 
 @given(
@@ -78,8 +78,8 @@ def test_a_long_epoch_has_each_sample_once_in_small_and_in_large_batches():
     order = read_order(30_000)
     for batch, world in ((7, 2), (7, 9), (20_000, 1), (29_999, 3)):
         ranks = create_ranks(30_000, world, batch)
-        found = [index for shares in zip(*ranks, strict=True) for index in interleave(shares)]
-        assert found == order
+        used = [index for shares in zip(*ranks, strict=True) for index in interleave(shares)]
+        assert used == order
 
 
 def test_a_loader_and_another_iterator_yield_the_same_batches():
@@ -172,12 +172,12 @@ def test_each_step_of_the_docstring_example_has_its_weight():
     """The example has 9 samples in batches of 4 on 2 ranks, so the last batch has 1 sample."""
     for rank, rows in ((0, [2, 2, 1]), (1, [2, 2, 0])):
         sampler = ElasticDistributedSampler(range(9), 2, rank, tail="exact")
-        batches, found = ElasticBatchSampler(sampler, 4), []
+        batches, weights = ElasticBatchSampler(sampler, 4), []
         collate = EmptyBatchCollator(range(9))
         for x in DataLoader(range(9), batch_sampler=batches, collate_fn=collate):
-            found.append((len(x), batches.sample_weight))
+            weights.append((len(x), batches.sample_weight))
             batches.advance()
-        assert found == list(zip(rows, [0.5, 0.5, 2.0], strict=True))
+        assert weights == list(zip(rows, [0.5, 0.5, 2.0], strict=True))
 
 
 @pytest.mark.parametrize(("world", "pieces"), [(1, 3), (2, 1), (3, 2), (3, 3), (9, 1)])

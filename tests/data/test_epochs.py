@@ -41,12 +41,12 @@ def test_start_index_refers_to_the_first_epoch_that_is_set():
 
 
 def orders(n, epochs, **options):
-    found = []
+    orders_of_epochs = []
     for epoch in range(epochs):
         sampler = ElasticDistributedSampler(range(n), 1, 0, **options)
         sampler.set_epoch(epoch)
-        found.append(list(sampler))
-    return found
+        orders_of_epochs.append(list(sampler))
+    return orders_of_epochs
 
 
 @pytest.mark.parametrize("sets_first_epoch", [True, False])

@@ -77,10 +77,10 @@ def test_an_epochs_order_is_one_permutation_at_any_world_size(n, world, epoch, t
     for sampler in create_ranks(n, world, tail=tail):
         sampler.set_epoch(epoch)
         left = sampler.samples_left
-        here = len(range(sampler.rank, left, world))
+        num_remaining = len(range(sampler.rank, left, world))
         ranks.append(list(sampler))
-        assert len(sampler) == len(ranks[-1]) >= here
-        assert ranks[-1][:here] == order[sampler.rank : left : world]
+        assert len(sampler) == len(ranks[-1]) >= num_remaining
+        assert ranks[-1][:num_remaining] == order[sampler.rank : left : world]
     rounds = interleave(ranks)
     assert left == {"pad": n, "exact": n, "drop": n - n % world}[tail]
     assert rounds[:left] == order[:left]

@@ -39,16 +39,16 @@ TOTAL = sum(SIZES)
 def urls(request, tmp_path):
     """Write tar files of SIZES samples. The content of a sample is its index in the dataset."""
     root = f"memory://{uuid.uuid4().hex}" if request.param == "memory" else f"file://{tmp_path}"
-    numbers, found = itertools.count(), []
+    numbers, shards = itertools.count(), []
     for shard, size in enumerate(SIZES):
-        found.append(f"{root}/shard-{shard}.tar")
-        with fsspec.open(found[-1], "wb") as file, tarfile.open(fileobj=file, mode="w") as tar:
+        shards.append(f"{root}/shard-{shard}.tar")
+        with fsspec.open(shards[-1], "wb") as file, tarfile.open(fileobj=file, mode="w") as tar:
             for _ in range(size):
                 sample = str(next(numbers)).encode("ascii")
                 member = tarfile.TarInfo(f"{sample.decode('ascii')}.txt")
                 member.size = len(sample)
                 tar.addfile(member, io.BytesIO(sample))
-    return found
+    return shards
 
 
 def read(url, start, stop):
@@ -122,19 +122,19 @@ def test_a_loader_follows_the_position_over_several_epochs(urls, persistent):
         if state:
             for batches in ranks:
                 batches.load_state_dict(state)
-        taken = 0
+        num_steps = 0
         for epoch in range(ranks[0].position.epoch, 3):
             for batches in ranks:
                 batches.set_epoch(epoch)
             for parts in zip(*loaders, strict=True):
-                if taken == steps:
+                if num_steps == steps:
                     break
                 used[epoch] += torch.cat(parts).tolist()
-                taken += 1
+                num_steps += 1
                 for batches in ranks:
                     batches.advance()
                 state = ranks[-1].state_dict()
-            if taken == steps:
+            if num_steps == steps:
                 break
     assert used == {epoch: read_order(epoch) for epoch in range(3)}
     assert used[0] != used[1]
@@ -165,13 +165,13 @@ def test_the_order_has_shard_after_shard_and_each_shard_from_its_start(sizes, se
     drawn = list(sampler)
     first = [sum(sizes[:shard]) for shard in range(len(sizes))]
     rows = [list(range(at, at + size)) for at, size in zip(first, sizes, strict=True) if size]
-    found = []
+    shards = []
     while drawn:
         (row,) = (row for row in rows if row[0] == drawn[0])
         assert drawn[: len(row)] == row
-        found.append(row)
+        shards.append(row)
         del drawn[: len(row)]
-    assert sorted(found) == rows
+    assert sorted(shards) == rows
 
 
 @given(st.integers(0, 60), st.integers(1, 12), st.integers(1, 5))

@@ -37,8 +37,8 @@ def create_batch_sampler_loader(world, rank, workers=0, every=1, **options):
 
 def draw(loader, steps=None):
     """Return the indices of each of the next `steps` batches, and the state of the loader."""
-    found = [[int(index) for index in batch] for batch in itertools.islice(loader, steps)]
-    return found, loader.state_dict()
+    batches = [[int(index) for index in batch] for batch in itertools.islice(loader, steps)]
+    return batches, loader.state_dict()
 
 
 def resume(state, make=create_sampler_loader, *args):
@@ -59,14 +59,14 @@ def read_order(epoch=0):
     [(create_sampler_loader, 0, 1), (create_batch_sampler_loader, 2, 3)],
 )
 def test_a_loader_continues_after_the_batches_that_it_returned(make, workers, every):
-    whole, _ = draw(make(2, 0)[0])
+    all_batches, _ = draw(make(2, 0)[0])
     loader, sampler = make(2, 0, workers, every)
     before, state = draw(loader, 4)
     assert sampler.position.consumed == 0  # The script has not counted.
     resumed, _ = resume(state, make, 2, 0, workers, every)
     again, later = draw(resumed, 3)
     third, _ = resume(later, make, 2, 0, workers, every)
-    assert before + again + draw(third)[0] == whole
+    assert before + again + draw(third)[0] == all_batches
 
 
 @pytest.mark.parametrize(
@@ -105,8 +105,8 @@ def test_later_epochs_are_complete_after_a_resume_at_any_step(make, workers, ste
     used = []
     for epoch in range(3):
         sampler.set_epoch(epoch)
-        found, state = draw(resumed)
-        used.append([index for batch in found for index in batch])
+        batches, state = draw(resumed)
+        used.append([index for batch in batches for index in batch])
     assert [index for batch in first for index in batch] + used[0] == read_order(0)
     assert used[1:] == [read_order(1), read_order(2)]
 

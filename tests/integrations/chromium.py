@@ -82,22 +82,22 @@ class Browser:
 
     def value(self, expression: str) -> Any:
         """Run a script in the page after it has been rendered, and return its result."""
-        found = self.call(
+        reply = self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
-        assert "exceptionDetails" not in found, found["exceptionDetails"]
-        return found["result"].get("value")
+        assert "exceptionDetails" not in reply, reply["exceptionDetails"]
+        return reply["result"].get("value")
 
     def picture(self, path: Path) -> None:
-        found = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(found["data"]))
+        reply = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
+        path.write_bytes(base64.b64decode(reply["data"]))
 
     def print(self, path: Path) -> None:
         """Print the page to a PDF file, with the page size of the style sheet."""
-        found = self.call(
+        reply = self.call(
             "Page.printToPDF", preferCSSPageSize=True, paperWidth=8.27, paperHeight=11.69
         )
-        path.write_bytes(base64.b64decode(found["data"]))
+        path.write_bytes(base64.b64decode(reply["data"]))
 
 
 @contextlib.contextmanager

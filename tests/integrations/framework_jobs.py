@@ -82,10 +82,10 @@ class FrameworkJob:
 
 def read_result(node: Node, outcome: str) -> tuple[int, str]:
     """Return the number of steps and the digest of the weights that rank 0 printed at the end."""
-    found = re.findall(rf"^{outcome} after (\d+) steps$", node.text, re.MULTILINE)
+    steps_found = re.findall(rf"^{outcome} after (\d+) steps$", node.text, re.MULTILINE)
     weights = re.findall(r"^weights sha256 (\w{64})$", node.text, re.MULTILINE)
-    assert (len(found), len(weights)) == (1, 1), node.text
-    return int(found[0]), weights[0]
+    assert (len(steps_found), len(weights)) == (1, 1), node.text
+    return int(steps_found[0]), weights[0]
 
 
 @cache

@@ -134,9 +134,9 @@ class Slurm:
     def field(self, job: str, name: str) -> str:
         """Return a field of `scontrol show job`, such as JobState."""
         text = self.run_command("scontrol", "--oneliner", "show", "job", job)
-        found = re.search(rf"\b{name}=(\S*)", text)
-        assert found is not None, f"{name} of {text}"
-        return found.group(1)
+        match = re.search(rf"\b{name}=(\S*)", text)
+        assert match is not None, f"{name} of {text}"
+        return match.group(1)
 
     def wait_for_state(
         self, job: str, state: str, *, details: Callable[[], str] | None = None

@@ -280,11 +280,11 @@ def test_import_error_names_the_missing_framework_and_its_extra(module: str, hid
         f"try: import elasticlib.integrations.{module}\n"
         "except ImportError as error: print(error)"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
-    assert f"elasticlib.integrations.{module} needs" in done.stdout, done.stderr
-    assert f"pip install 'elasticlib[{module}]'" in done.stdout
+    assert f"elasticlib.integrations.{module} needs" in process.stdout, process.stderr
+    assert f"pip install 'elasticlib[{module}]'" in process.stdout
 
 
 def test_torchdata_rejects_a_state_from_another_number_of_loader_workers() -> None:

@@ -68,15 +68,15 @@ def test_training_is_unchanged_after_kills_a_drain_and_a_second_launch(
     assert second.exit_code() == 0, second.text
     assert stopped_at in [line.get("resumed") for line in framework.read_lines()]
     assert read_result(second, "done") == (STEPS, expected_digest(framework.name))
-    found = framework.read_traces()
-    assert (found.steps, len(found.uses)) == (STEPS, STEPS * BATCH // SAMPLES)
-    assert found.used_exactly_once(SAMPLES)
+    traces = framework.read_traces()
+    assert (traces.steps, len(traces.uses)) == (STEPS, STEPS * BATCH // SAMPLES)
+    assert traces.used_exactly_once(SAMPLES)
     # Only kills repeat steps, because a drain saves the step at which it stops.
     if framework.keeps_each_step:
         # A kill repeats the current step, and the one before if its snapshot was not complete.
-        assert len(KILLS) <= found.redone <= 2 * len(KILLS)
+        assert len(KILLS) <= traces.redone <= 2 * len(KILLS)
     else:
-        assert found.redone == sum(step % SAVE_EVERY for step in KILLS)
+        assert traces.redone == sum(step % SAVE_EVERY for step in KILLS)
 
 
 @pytest.mark.parametrize("framework", RESIZED, indirect=True)
@@ -109,8 +109,8 @@ def test_each_sample_is_used_once_after_a_node_is_lost_and_another_joins(
         assert nodes[name].exit_code() == 0, nodes[name].text
     worlds = [line["world_size"] for line in framework.read_lines() if "step" in line]
     assert {1, 2} == set(worlds)
-    found = framework.read_traces()
-    assert (found.steps, len(found.uses)) == (STEPS, STEPS * BATCH // SAMPLES)
+    traces = framework.read_traces()
+    assert (traces.steps, len(traces.uses)) == (STEPS, STEPS * BATCH // SAMPLES)
     # Repeated are the steps after the last checkpoint or replica; the resize repeats none.
-    assert found.redone in ((0, 1, 2) if framework.keeps_each_step else (7 % SAVE_EVERY,))
-    assert found.used_exactly_once(SAMPLES)
+    assert traces.redone in ((0, 1, 2) if framework.keeps_each_step else (7 % SAVE_EVERY,))
+    assert traces.used_exactly_once(SAMPLES)

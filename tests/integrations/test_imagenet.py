@@ -108,8 +108,8 @@ def test_weights_after_a_killed_worker_are_equal_to_those_without_faults(
     ((steps, best),) = re.findall(DONE, node.text, re.MULTILINE)
     assert [(steps, best)] == re.findall(DONE, node_without_faults.text, re.MULTILINE)
     assert steps == str(STEPS)
-    right = run.weights()
-    assert all(torch.equal(mine, right[name]) for name, mine in storm.weights().items())
+    expected = run.weights()
+    assert all(torch.equal(tested, expected[name]) for name, tested in storm.weights().items())
     scores = {
         int(step): float(top1) for step, top1, _ in re.findall(VALIDATED, node_without_faults.text)
     }
@@ -151,9 +151,9 @@ def test_a_signal_to_all_processes_stops_cleanly_and_one_rank_can_resume(
     assert_validated(single)
     assert undisturbed[1].exit_code() == 0, undisturbed[1].text
     weights = (one.weights().values() for one in (run, undisturbed[0]))
-    mine, right = (torch.cat([part.flatten() for part in parts]) for parts in weights)
+    tested, expected = (torch.cat([part.flatten() for part in parts]) for parts in weights)
     # Rounding changes the weights by 0.0008, and a missing batch by 0.02 (last) to 0.5 (first).
-    assert (mine - right).norm() < 0.005 * right.norm()
+    assert (tested - expected).norm() < 0.005 * expected.norm()
 
 
 def test_a_worker_killed_at_the_end_of_an_epoch_resumes_with_its_validation(
@@ -166,8 +166,8 @@ def test_a_worker_killed_at_the_end_of_an_epoch_resumes_with_its_validation(
     assert node.exit_code() == 0, node.text
     assert_validated(node)
     assert undisturbed[1].exit_code() == 0, undisturbed[1].text
-    right = undisturbed[0].weights()
-    assert all(torch.equal(mine, right[name]) for name, mine in run.weights().items())
+    expected = undisturbed[0].weights()
+    assert all(torch.equal(tested, expected[name]) for name, tested in run.weights().items())
 
 
 def test_a_damaged_image_is_named_in_the_failure_report(job: Job, images: Path) -> None:

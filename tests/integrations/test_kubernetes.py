@@ -40,13 +40,13 @@ def pods(cluster: Cluster) -> Pods:
 
 def shorten_last_call(container: Container) -> Container:
     """Return the container with a shorter last call, which waits for DNS."""
-    there, here = "last_call_timeout=30", "last_call_timeout=4"
+    old, new = "last_call_timeout=30", "last_call_timeout=4"
     texts = (*container.command, *container.environment.values())
-    assert sum(there in text for text in texts) == 1
+    assert sum(old in text for text in texts) == 1
     return attrs.evolve(
         container,
-        command=tuple(argument.replace(there, here) for argument in container.command),
-        environment={k: v.replace(there, here) for k, v in container.environment.items()},
+        command=tuple(argument.replace(old, new) for argument in container.command),
+        environment={k: v.replace(old, new) for k, v in container.environment.items()},
     )
 
 

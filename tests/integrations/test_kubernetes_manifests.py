@@ -118,11 +118,11 @@ def test_a_manifest_has_only_fields_of_its_kind(document: Yaml) -> None:
 def list_paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Return the paths of all mappings whose keys are fields, not labels, requests or kinds."""
     if isinstance(value, list):
-        return [found for n, one in enumerate(value) for found in list_paths(one, (*path, n))]
+        return [below for n, one in enumerate(value) for below in list_paths(one, (*path, n))]
     if not isinstance(value, dict) or (path and path[-1] in FREE):
         return []
-    below = [found for key, one in value.items() for found in list_paths(one, (*path, key))]
-    return [path, *below]
+    nested = [below for key, one in value.items() for below in list_paths(one, (*path, key))]
+    return [path, *nested]
 
 
 FREE = ("labels", "requests", "selector", "matchLabels", "pytorchReplicaSpecs")
@@ -130,14 +130,14 @@ FREE = ("labels", "requests", "selector", "matchLabels", "pytorchReplicaSpecs")
 
 @pytest.mark.parametrize("document", ALL)
 def test_a_misspelled_field_is_found(document: Yaml) -> None:
-    found = list_paths(document)
-    assert len(found) > 2
-    for path in found:
+    all_paths = list_paths(document)
+    assert len(all_paths) > 2
+    for path in all_paths:
         (again,) = [d for f in FILES for d in documents(f.name) if d == document]
-        there = again
+        parent = again
         for key in path:
-            there = there[key]
-        there["misspelt"] = "x"
+            parent = parent[key]
+        parent["misspelt"] = "x"
         with pytest.raises(ValueError, match="misspelt"):
             validate(again)
 

@@ -78,21 +78,21 @@ class RayCluster:
 
     def node_of(self, pid: int) -> Any:
         raylet = self.raylet_of(pid)
-        (found,) = (
+        (command_lines,) = (
             node
             for node in self.nodes
             if raylet in [process.process.pid for process in node.all_processes["raylet"]]
         )
-        return found
+        return command_lines
 
     def processes(self) -> dict[int, str]:
         """Return the command line of every process of the cluster, by pid."""
-        found = {}
+        command_lines = {}
         for pid in filter(is_alive, find_processes(MARK, self.mark)):
             with contextlib.suppress(OSError):
                 line = Path(f"/proc/{pid}/cmdline").read_bytes()
-                found[pid] = line.replace(b"\0", b" ").decode(errors="replace")
-        return found
+                command_lines[pid] = line.replace(b"\0", b" ").decode(errors="replace")
+        return command_lines
 
     def job_processes(self) -> dict[int, str]:
         """Return the processes of jobs: agents, their supervisors and workers."""

@@ -213,14 +213,14 @@ def test_text_from_workers_is_not_executed(browser: Browser, tmp_path: Path) -> 
         attrs.evolve(node, host=evil, log_dir=evil, settings={evil: evil}, versions={evil: evil})
         for node in history.nodes
     )
-    made = tuple(attrs.evolve(one, reason=evil) for one in history.generations)
+    generations = tuple(attrs.evolve(one, reason=evil) for one in history.generations)
     history = attrs.evolve(
         history,
         run=evil,
         reason=evil,
         timeline=marks,
         nodes=nodes,
-        generations=made,
+        generations=generations,
         root_cause={"x": evil},
     )
     browser.open(Report(history).save(tmp_path / "evil.html"), PHONE)

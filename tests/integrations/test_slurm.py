@@ -64,8 +64,8 @@ class Batch:
 
     def ends(self, reason: str, folder: str = ".") -> list[tuple[int, int]]:
         """Return the ranks that stopped for this reason, with their last steps."""
-        found = (self.folder / folder).glob(f"end.*.*.{reason}")
-        return sorted((int(p.name.split(".")[1]), int(p.name.split(".")[2])) for p in found)
+        paths = (self.folder / folder).glob(f"end.*.*.{reason}")
+        return sorted((int(p.name.split(".")[1]), int(p.name.split(".")[2])) for p in paths)
 
     def finish(self, state: str = "COMPLETED") -> None:
         self.reports.finish()
@@ -190,14 +190,16 @@ def test_each_task_of_an_array_is_requeued_by_itself(submit: Any, slurm: Slurm) 
     batch = submit("array")
     tasks = [f"{batch.id}_{index}" for index in range(2)]
     folders = [batch.folder / f"task.{index}" for index in range(2)]
-    wait_until("both to train", lambda: all(list(f.glob("report.*.json")) for f in folders))
+    wait_until(
+        "the reports of both jobs", lambda: all(list(f.glob("report.*.json")) for f in folders)
+    )
     slurm.run_command("scancel", "--signal=USR1", tasks[1])
-    wait_until("it to be requeued", lambda: slurm.field(tasks[1], "Restarts") == "1")
+    wait_until("the requeued job", lambda: slurm.field(tasks[1], "Restarts") == "1")
     slurm.wait_for_state(tasks[1], "PENDING")
     assert slurm.field(tasks[0], "JobState") == "RUNNING"
     ((_, step),) = batch.ends(DRAINED, "task.1")
     batch.wake(tasks[1])
-    wait_until("it to go on", (folders[1] / f"start.0.{step}").exists)
+    wait_until("the resumed training", (folders[1] / f"start.0.{step}").exists)
     for task, folder in zip(tasks, folders, strict=True):
         (folder / "finish").touch()
         slurm.wait_for_state(task, "COMPLETED")
@@ -256,7 +258,7 @@ def test_job_continues_without_a_node_that_has_died(submit: Any, slurm: Slurm) -
         # The job has resumed from its last step, and used no restart.
         assert left["TORCHELASTIC_RESTART_COUNT"] == "0"
         batch.reports.finish()
-        wait_until("it to end", lambda: batch.ends("finished"))
+        wait_until("the end of the job", lambda: batch.ends("finished"))
     finally:
         slurm.repair("n2")
 
@@ -283,7 +285,7 @@ def test_a_list_of_nodes_is_expanded_as_scontrol_does(text: str, tmp_path: Path)
     # The command reads the configuration file only.
     configuration = tmp_path / "slurm.conf"
     configuration.write_text("ClusterName=c\nSlurmctldHost=h\nAuthType=auth/none\n")
-    done = subprocess.run(
+    process = subprocess.run(
         ["scontrol", "show", "hostnames", text],
         env={**os.environ, "SLURM_CONF": str(configuration)},
         capture_output=True,
@@ -291,4 +293,4 @@ def test_a_list_of_nodes_is_expanded_as_scontrol_does(text: str, tmp_path: Path)
         timeout=30,
         check=True,
     )
-    assert expand_nodelist(text) == done.stdout.split()
+    assert expand_nodelist(text) == process.stdout.split()

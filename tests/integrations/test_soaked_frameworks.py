@@ -42,12 +42,12 @@ def test_a_campaign_of_seven_faults_loses_no_sample(
 ) -> None:
     file = tmp_path / "campaign.jsonl"
     file.write_text(write(Campaign(0, {}, (5, 8), FAULTS)))
-    done = soak(tmp_path / "out", "--campaign", str(file))
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "out" / "soak.json").read_text())
-    assert (found["faults"], found["missed"], found["wrong"]) == (7, 0, [])
-    assert found["restarts"] == 4
-    assert {kind: times["count"] for kind, times in found["by_kind"].items()} == {
+    process = soak(tmp_path / "out", "--campaign", str(file))
+    assert process.returncode == 0, process.stdout + process.stderr
+    report = json.loads((tmp_path / "out" / "soak.json").read_text())
+    assert (report["faults"], report["missed"], report["wrong"]) == (7, 0, [])
+    assert report["restarts"] == 4
+    assert {kind: times["count"] for kind, times in report["by_kind"].items()} == {
         fault.kind: 1 for fault in FAULTS
     }
     lines = (tmp_path / "out" / "played.jsonl").read_text().splitlines()
@@ -60,6 +60,6 @@ def test_a_campaign_of_seven_faults_loses_no_sample(
 def test_an_invalid_campaign_is_rejected_before_the_job_starts(tmp_path: Path) -> None:
     file = tmp_path / "campaign.jsonl"
     file.write_text("{}\n")
-    done = soak(tmp_path / "out", "--campaign", str(file))
-    assert done.returncode == 2
-    assert "line 1 is no header of a campaign" in done.stderr
+    process = soak(tmp_path / "out", "--campaign", str(file))
+    assert process.returncode == 2
+    assert "line 1 is no header of a campaign" in process.stderr

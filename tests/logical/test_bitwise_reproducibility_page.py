@@ -30,12 +30,12 @@ def is_equal(one: object, other: object) -> bool:
 
 def parse_command(command: str) -> tuple[int, list[str]]:
     """Return the world size and the arguments in a command; the size is 0 without a launcher."""
-    found = re.fullmatch(r"elasticrun --nproc-per-node (\d) train.py (.*)", command)
+    match = re.fullmatch(r"elasticrun --nproc-per-node (\d) train.py (.*)", command)
     single = re.fullmatch(r"python train.py (.*)", command)
-    if found is None:
+    if match is None:
         assert single is not None, command
         return 0, single[1].split()
-    return int(found[1]), found[2].split()
+    return int(match[1]), match[2].split()
 
 
 def run_program(program: Path, arguments: list[str]) -> None:

@@ -107,10 +107,10 @@ def test_the_gradient_is_that_of_the_global_batch_except_for_rounding(count):
     )
     x = x.double()
     loss_of(model, x).backward()
-    whole = [parameter.grad for parameter in model.parameters()]
+    gradients = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
     run_step(LogicalWorkers(model, count), x)
-    for parameter, grad in zip(model.parameters(), whole, strict=True):
+    for parameter, grad in zip(model.parameters(), gradients, strict=True):
         torch.testing.assert_close(parameter.grad, grad)
 
 
@@ -202,12 +202,12 @@ def test_random_numbers_depend_only_on_seed_step_and_worker():
     model = nn.Linear(1, 1)
 
     def drawn(logical, step):
-        found = []
+        values = []
         for worker in logical.step(step):
-            found += [torch.rand(1).item(), torch.rand(1, generator=worker.generator).item()]
+            values += [torch.rand(1).item(), torch.rand(1, generator=worker.generator).item()]
             model(torch.ones(1, 1)).sum().backward()
         logical.reduce()
-        return [*found, torch.rand(1).item()]
+        return [*values, torch.rand(1).item()]
 
     logical, again, other = (LogicalWorkers(model, 3, seed=seed) for seed in (7, 7, 8))
     first, second = drawn(logical, 0), drawn(logical, 1)

@@ -246,9 +246,9 @@ def test_members_with_retained_workers_continue_without_a_node_that_has_none_yet
 
 def test_a_joining_node_is_admitted_when_it_reports_its_workers() -> None:
     active, starting = create_generation(A, B), attrs.evolve(C, slots=0)
-    here = create_view(active, A, B, starting, since_last_arrival_s=9.0)
-    assert reconcile(here).new_membership is None
-    assert num_nodes_waiting(here) == 0
+    before = create_view(active, A, B, starting, since_last_arrival_s=9.0)
+    assert reconcile(before).new_membership is None
+    assert num_nodes_waiting(before) == 0
     ready = create_view(active, A, B, C, since_last_arrival_s=9.0)
     assert num_nodes_waiting(ready) == 1
     opened = reconcile(ready).new_membership

@@ -127,9 +127,9 @@ def test_a_node_whose_store_has_the_job_tries_no_other_store() -> None:
     "there", [None, WITHOUT_GENERATION], ids=["empty there", "no generation there"]
 )
 def test_all_nodes_use_the_first_store_if_no_store_has_a_generation(
-    state: Membership | None, there: Membership | None, earlier: bool
+    state: Membership | None, other_state: Membership | None, earlier: bool
 ) -> None:
-    assert moves_to_other_store(state, there, earlier=earlier) == earlier
+    assert moves_to_other_store(state, other_state, earlier=earlier) == earlier
 
 
 @pytest.mark.parametrize("earlier", [True, False], ids=["earlier", "later"])
@@ -146,18 +146,18 @@ def test_all_nodes_use_the_first_store_if_no_store_has_a_generation(
     ids=["later", "same", "earlier", "another run", "no generation", "empty"],
 )
 def test_a_minority_only_moves_to_a_store_with_a_later_generation(
-    there: Membership | None, is_moved: bool, earlier: bool
+    other_state: Membership | None, is_moved: bool, earlier: bool
 ) -> None:
-    assert moves_to_other_store(GENERATION_2, there, earlier=earlier) == is_moved
+    assert moves_to_other_store(GENERATION_2, other_state, earlier=earlier) == is_moved
 
 
 def moves_to_other_store(
-    here: Membership | None, there: Membership | None, *, earlier: bool
+    own_state: Membership | None, other_state: Membership | None, *, earlier: bool
 ) -> bool:
     """Return True if a node of a blocked job moves to the other store."""
-    store = StoreWithOtherEndpoint(create_store(there), earlier=earlier)
-    if here is not None:
-        store.inner.set(KEYS.state, encode_state(here))
+    store = StoreWithOtherEndpoint(create_store(other_state), earlier=earlier)
+    if own_state is not None:
+        store.inner.set(KEYS.state, encode_state(own_state))
     node = create_node(store)
     node.read(0.0)
     node.leader_status = attrs.evolve(node.leader_status, is_blocked=True)

@@ -359,5 +359,7 @@ def create_certificates(folder: Path) -> None:
         " -extfile names -out cert.pem",
     )
     for step in steps:
-        done = subprocess.run(step.split(), cwd=folder, capture_output=True, text=True, timeout=100)
-        assert done.returncode == 0, done.stderr
+        process = subprocess.run(
+            step.split(), cwd=folder, capture_output=True, text=True, timeout=100
+        )
+        assert process.returncode == 0, process.stderr

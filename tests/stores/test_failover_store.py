@@ -272,9 +272,9 @@ def test_other_endpoints_are_tried_and_clients_that_are_not_accepted_are_closed(
     three.open()
     seen: list[tuple[Store, bool]] = []
 
-    def reject(found: Store, earlier: bool) -> bool:
-        assert found.get("key") is None
-        seen.append((found, earlier))
+    def reject(store_there: Store, earlier: bool) -> bool:
+        assert store_there.get("key") is None
+        seen.append((store_there, earlier))
         if earlier:
             raise RendezvousConfigError("the job there has another format")
         return False
@@ -284,11 +284,11 @@ def test_other_endpoints_are_tried_and_clients_that_are_not_accepted_are_closed(
     wait_until(
         "an earlier and a later endpoint", lambda: len({earlier for _, earlier in seen}) == 2
     )
-    for found, earlier in seen:
-        assert found in (one.clients if earlier else three.clients)
-    for found, _ in seen:
-        assert isinstance(found, TcpStore)
-        wait_until("the end of a connection", partial(is_closed, found))
+    for store_there, earlier in seen:
+        assert store_there in (one.clients if earlier else three.clients)
+    for store_there, _ in seen:
+        assert isinstance(store_there, TcpStore)
+        wait_until("the end of a connection", partial(is_closed, store_there))
     assert store.get("key") == entry
 
 
@@ -303,8 +303,8 @@ def test_an_endpoint_that_answers_no_request_does_not_block_a_scan(
     three.open()
     answered = threading.Event()
 
-    def accept(found: Store, earlier: bool) -> bool:
-        del found
+    def accept(store_there: Store, earlier: bool) -> bool:
+        del store_there
         return not earlier or answered.wait(60.0)
 
     wait_until("a move to the third endpoint", lambda: store.try_other_endpoints(accept))
@@ -314,7 +314,7 @@ def test_an_endpoint_that_answers_no_request_does_not_block_a_scan(
     # The store closes connections that are accepted after the move.
     wait_until(
         "the end of the connections to the first endpoint",
-        lambda: all(is_closed(found) for found in one.clients),
+        lambda: all(is_closed(store_there) for store_there in one.clients),
     )
     with two.create_connected_client() as other:
         assert other.get("key") == entry
@@ -329,8 +329,8 @@ def test_an_unserved_endpoint_or_one_of_another_job_is_not_offered(
     store.get("key")
     three.open(job="another")
     assert not store.try_other_endpoints(lambda _found, _earlier: True)
-    for found in (*two.clients, *three.clients):
-        wait_until("the end of a connection", partial(is_closed, found))
+    for store_there in (*two.clients, *three.clients):
+        wait_until("the end of a connection", partial(is_closed, store_there))
     assert not is_closed(one.clients[-1])
 
 
@@ -345,8 +345,8 @@ def test_the_store_moves_to_the_first_accepted_endpoint_and_closes_its_server(
     with two.create_connected_client() as writer:
         entry = writer.set("key", b"value")
 
-    def accept(found: Store, _earlier: bool) -> bool:
-        return found.get("key") == entry
+    def accept(store_there: Store, _earlier: bool) -> bool:
+        return store_there.get("key") == entry
 
     wait_until("a move to another endpoint", lambda: store.try_other_endpoints(accept))
     assert store.get("key") == entry

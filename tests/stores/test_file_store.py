@@ -225,10 +225,10 @@ def test_other_files_in_the_directory_are_not_touched(tmp_path: Path) -> None:
     ("name", "why"), [("file/store", "Not a directory"), ("file", "File exists")]
 )
 def test_a_directory_that_cannot_be_created_is_rejected_with_the_remedy(
-    tmp_path: Path, name: str, why: str
+    tmp_path: Path, name: str, message: str
 ) -> None:
     (tmp_path / "file").write_text("")
-    refused = f"{tmp_path}/{name} cannot be used: .*{why}.*choose a folder"
+    refused = f"{tmp_path}/{name} cannot be used: .*{message}.*choose a folder"
     with FileStore(tmp_path / name) as store:
         with pytest.raises(StoreRejectedError, match=refused):
             store.get("key")

@@ -215,12 +215,12 @@ def test_an_incomplete_frame_of_an_authenticated_client_has_no_timeout() -> None
         TcpStore(server.host, server.port, timeout=10.0) as client,
         open_raw_connection(server, None, is_authenticated=True) as slow,
     ):
-        whole = encode(Frame("get", 1, {"key": "key"}))
-        for byte in whole[:-1]:
+        frame = encode(Frame("get", 1, {"key": "key"}))
+        for byte in frame[:-1]:
             slow.sendall(bytes([byte]))
         spend(2 * LIMITS.handshake_timeout_s)
         client.set("key", b"")
-        slow.sendall(whole[-1:])
+        slow.sendall(frame[-1:])
         assert read_frame(slow).op == "answer"
 
 

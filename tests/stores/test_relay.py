@@ -56,10 +56,10 @@ def connect_torch_client(server: TcpStoreServer, *more: bytes) -> socket.socket:
 
 
 def read_exactly(connection: socket.socket, count: int) -> bytes:
-    found = b""
-    while len(found) < count and (piece := connection.recv(count - len(found))):
-        found += piece
-    return found
+    data = b""
+    while len(data) < count and (piece := connection.recv(count - len(data))):
+        data += piece
+    return data
 
 
 def is_disconnected(client: socket.socket) -> bool:

@@ -57,8 +57,10 @@ def pipeline_requests(op: str, fields: dict[str, object], clients: int, each: in
 
 def send_incomplete_frames(port: PORT, stack: ExitStack) -> None:
     """Send 7 MiB of a frame of 8 MiB on many connections, as far as the server reads them."""
-    half = struct.pack(">II", 8 * MIB - 4, 7 * MIB) + b" " * (7 * MIB)
-    unsent = {open_attacking_connection(port, stack): memoryview(half) for _ in range(80)}
+    incomplete_frame = struct.pack(">II", 8 * MIB - 4, 7 * MIB) + b" " * (7 * MIB)
+    unsent = {
+        open_attacking_connection(port, stack): memoryview(incomplete_frame) for _ in range(80)
+    }
     deadline = monotonic() + 4.0
     while unsent and monotonic() < deadline:
         _, ready, _ = select.select([], list(unsent), [], 0.5)

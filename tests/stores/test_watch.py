@@ -107,14 +107,14 @@ def test_list_and_watch_miss_no_change(server: TcpStoreServer, store: Store) -> 
 
 
 def test_a_watch_is_notified_of_the_end_of_leases(server: TcpStoreServer) -> None:
-    with connect(server) as here, connect(server) as there:
-        kept = there.set("lease/there", b"", ttl=1000.0)
-        gone = start_watch(here, "lease/", kept.version)
-        there.close()
+    with connect(server) as watcher, connect(server) as writer:
+        kept = writer.set("lease/there", b"", ttl=1000.0)
+        gone = start_watch(watcher, "lease/", kept.version)
+        writer.close()
         assert gone.get(timeout=TIMEOUT_S) is True
-        version = here.set("lease/silent", b"", ttl=0.2).version
-        assert start_watch(here, "lease/silent", version).get(timeout=TIMEOUT_S) is True
-        assert here.list("lease").entries == ()
+        version = watcher.set("lease/silent", b"", ttl=0.2).version
+        assert start_watch(watcher, "lease/silent", version).get(timeout=TIMEOUT_S) is True
+        assert watcher.list("lease").entries == ()
 
 
 def test_watch_returns_false_if_a_store_has_only_wait() -> None:
