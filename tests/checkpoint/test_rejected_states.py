@@ -141,7 +141,7 @@ def compiled() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("saved", "mine", "message"),
+    ("saved", "live", "message"),
     [
         (
             lambda: torch.nn.BatchNorm1d(2),
@@ -210,7 +210,7 @@ def test_state_that_cannot_take_what_was_saved_is_rejected_with_its_path(
 
 
 @pytest.mark.parametrize(
-    ("saved", "mine"),
+    ("saved", "live"),
     [
         (lambda: Tied(tie=True, value=3), lambda: Tied(tie=True)),
         (lambda: Tied(tie=True, value=3), lambda: Tied(tie=False)),

@@ -134,7 +134,7 @@ def test_all_nodes_use_the_first_store_if_no_store_has_a_generation(
 
 @pytest.mark.parametrize("earlier", [True, False], ids=["earlier", "later"])
 @pytest.mark.parametrize(
-    ("there", "is_moved"),
+    ("other_state", "is_moved"),
     [
         (attrs.evolve(GENERATION_2, generation=3, membership_id="3.m"), True),
         (GENERATION_2, False),

@@ -222,7 +222,7 @@ def test_other_files_in_the_directory_are_not_touched(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "why"), [("file/store", "Not a directory"), ("file", "File exists")]
+    ("name", "message"), [("file/store", "Not a directory"), ("file", "File exists")]
 )
 def test_a_directory_that_cannot_be_created_is_rejected_with_the_remedy(
     tmp_path: Path, name: str, message: str
