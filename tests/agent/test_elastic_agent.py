@@ -251,16 +251,16 @@ class FaultyListener(EventListener):
 def test_an_event_listener_that_raises_or_blocks_does_not_delay_the_run(
     raises: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    workers, journal = OneWorker(), FaultyListener(raises)
-    journal = NodeJournal("run", "n-1", listeners=[journal])
+    workers, listener = OneWorker(), FaultyListener(raises)
+    journal = NodeJournal("run", "n-1", listeners=[listener])
     with running(workers, journal=journal) as run:
         workers.finish()
         assert run.result().state is WorkerState.SUCCEEDED
         journal.close()
-        journal.released.set()
-    messages = [record for record in caplog.records if "FaultyView" in record.getMessage()]
+        listener.released.set()
+    messages = [record for record in caplog.records if "FaultyListener" in record.getMessage()]
     assert len(messages) == 1
-    assert len(journal.events) == 1 or not raises
+    assert len(listener.events) == 1 or not raises
 
 
 class SteppingWorker(OneWorker):

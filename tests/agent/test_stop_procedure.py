@@ -220,11 +220,11 @@ def test_workers_get_the_shutdown_timeout_after_the_agreement_has_timed_out(
         first.poll(call=5)
         forced = [command.force for command in first.commands if isinstance(command, SignalWorkers)]
         assert forced == ([False, True] if now == 50.0 else [False])
-    (first, second) = [
+    (first_message, second_message) = [
         command.log_message for command in first.commands if isinstance(command, SignalWorkers)
     ]
-    assert first.startswith("the workers cannot all stop at one step to save")
-    assert second.startswith("still running 30 s after SIGTERM")
+    assert first_message.startswith("the workers cannot all stop at one step to save")
+    assert second_message.startswith("still running 30 s after SIGTERM")
 
 
 def test_workers_are_stopped_at_once_if_the_other_nodes_are_unreachable(

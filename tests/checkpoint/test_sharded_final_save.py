@@ -392,10 +392,10 @@ class Fleet:
             str(number): AgentReport(
                 tuple(
                     PartOffer(state, shares.index(share), share, is_replica=is_replica)
-                    for share, is_replica in sorted(shares.items(), key=lambda item: item[1])
+                    for share, is_replica in sorted(holding.items(), key=lambda item: item[1])
                 )
             )
-            for number, shares in enumerate(holdings)
+            for number, holding in enumerate(holdings)
         }
 
     def act(self, agent: str) -> Task | Finish | None:

@@ -124,7 +124,7 @@ def test_a_node_whose_store_has_the_job_tries_no_other_store() -> None:
 @pytest.mark.parametrize("earlier", [True, False], ids=["earlier", "later"])
 @pytest.mark.parametrize("state", [None, WITHOUT_GENERATION], ids=["empty", "no generation"])
 @pytest.mark.parametrize(
-    "there", [None, WITHOUT_GENERATION], ids=["empty there", "no generation there"]
+    "other_state", [None, WITHOUT_GENERATION], ids=["empty there", "no generation there"]
 )
 def test_all_nodes_use_the_first_store_if_no_store_has_a_generation(
     state: Membership | None, other_state: Membership | None, earlier: bool
