@@ -187,5 +187,7 @@ def test_an_object_that_rejects_its_state_is_reported_with_its_path():
             raise RuntimeError(f"no room for {state}")
 
     restore = plan_restore({"nested": [RejectingCounter()]}, read_back({"nested": [Counter()]}))
-    with pytest.raises(CheckpointError, match=r"state\['nested'\]\[0\], a .*Full, could not load"):
+    with pytest.raises(
+        CheckpointError, match=r"state\['nested'\]\[0\], a .*RejectingCounter, could not load"
+    ):
         restore()
