@@ -118,7 +118,7 @@ FIRST = (
     "test_init_method.py",
     "test_processes.py",
     "test_warm_and_cold.py",
-    "test_moving_store.py",
+    "test_failover_store.py",
     "test_rendezvous_contract.py",
     "test_store_contract.py",
     "test_logical_workers.py",

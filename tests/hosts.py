@@ -217,7 +217,7 @@ class Host:
             self._cluster.job.reap()
             return not pids
 
-        wait_until(f"all processes on {self.name} to be gone", none_left)
+        wait_until(f"all processes on {self.name} to exit", none_left)
 
 
 def _send_signal(pid: int, number: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -264,6 +265,13 @@ def test_test_files_have_different_names() -> None:
     names = Counter(path.name for path in Path(__file__).parent.rglob("test_*.py"))
     duplicates = [name for name, times in names.items() if times > 1]
     assert_none(duplicates, "pytest imports test files by their names, so the names must differ.")
+
+
+def test_test_files_named_in_conftest_exist() -> None:
+    named = re.findall(r'"(test_\w+\.py)"', read_text("tests/conftest.py"))
+    assert len(named) > 20
+    missing = sorted(set(named) - {Path(path).name for path in TESTS})
+    assert_none(missing, "tests/conftest.py names test files that do not exist.")
 
 
 def test_each_module_has_a_docstring() -> None:

@@ -102,27 +102,26 @@ def test_one_of_two_nodes_drains_and_the_other_continues_without_using_a_restart
     nodes = {name: start_with_notices(job, save, name, *meet, *grace) for name in "ab"}
     before = job.wait_for_world(2)
     generation = generation_of(before)
-    stays, leaves = (report["node"] for report in before)
-    nodes[leaves].signal(signal.SIGUSR2)
+    remaining, leaving = (report["node"] for report in before)
+    nodes[leaving].signal(signal.SIGUSR2)
     wait_until("its workers to save", lambda: (job.folder / f"saving.{generation}.1").exists())
     # A scheduler may repeat its signal. This must not shorten a drain in progress.
-    nodes[leaves].signal(signal.SIGUSR2)
-    assert nodes[leaves].exit_code(save.timeout) == 75
-    assert "DRAINED: received SIGUSR2" in nodes[leaves].text
+    nodes[leaving].signal(signal.SIGUSR2)
+    assert nodes[leaving].exit_code(save.timeout) == 75
+    assert "DRAINED: received SIGUSR2" in nodes[leaving].text
     (survivor,) = job.wait_for_world(1, after=generation)
-    assert (survivor["node"], survivor["TORCHELASTIC_RESTART_COUNT"]) == (stays, "0")
-    assert "drains (SIGUSR2)" in nodes[stays].text
-    for rank, notice in enumerate(
-        [(stays, f"resize {save.grace}"), (leaves, f"drain {save.grace}")]
-    ):
-        assert (job.folder / f"notice.{notice[0]}.{generation}").read_text() == notice[1]
+    assert (survivor["node"], survivor["TORCHELASTIC_RESTART_COUNT"]) == (remaining, "0")
+    assert "drains (SIGUSR2)" in nodes[remaining].text
+    for rank, (node, reason) in enumerate([(remaining, "resize"), (leaving, "drain")]):
+        notice = job.folder / f"notice.{node}.{generation}"
+        assert notice.read_text() == f"{reason} {save.grace}"
         assert read_save(job, generation, rank) == {"child_runs": True, "signals": []}
     # The other node continues from what the node that left has saved.
     assert survivor["saved"] == [f"saved.{generation}.0", f"saved.{generation}.1"]
     # With notices, SIGTERM also gives workers time to save.
-    nodes[stays].signal(signal.SIGTERM)
-    assert nodes[stays].exit_code(save.timeout) == 75
-    notice = job.folder / f"notice.{stays}.{survivor['ELASTICLIB_GENERATION']}"
+    nodes[remaining].signal(signal.SIGTERM)
+    assert nodes[remaining].exit_code(save.timeout) == 75
+    notice = job.folder / f"notice.{remaining}.{survivor['ELASTICLIB_GENERATION']}"
     assert notice.read_text() == f"preempted {save.grace}"
 
 
