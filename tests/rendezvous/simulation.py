@@ -508,7 +508,7 @@ class Simulation:
             return False  # The node has not left yet, perhaps because the leader is paused.
         if document is None or document.phase.is_terminal:
             return not nodes
-        # Of several nodes with the same fixed rank, one is a member.
+        # Only one of several nodes with the same fixed rank is a member.
         num_ranks = (
             len({n.intent.node.rank_hint for n in nodes}) if self._has_fixed_ranks else len(nodes)
         )
