@@ -57,16 +57,8 @@ class Namespaces:
     """
 
     def __init__(self, name: str, names_file: Path) -> None:
-        command = [
-            "unshare",
-            *NAMESPACE_FLAGS,
-            "sh",
-            "-c",
-            _HOST_SCRIPT,
-            "sh",
-            name,
-            str(names_file),
-        ]
+        script = ("sh", "-c", _HOST_SCRIPT, "sh", name, str(names_file))
+        command = ("unshare", *NAMESPACE_FLAGS, *script)
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,

@@ -92,9 +92,8 @@ class Ranks:
         """
         results = self.results(function, world, *args, **options)
         errors = [f"rank {rank}: {one.error}" for rank, one in enumerate(results) if one.error]
-        assert not errors, f"{len(errors)} of {world} ranks of {function} failed:\n" + "\n".join(
-            errors
-        )
+        headline = f"{len(errors)} of {world} ranks of {function} failed:"
+        assert not errors, "\n".join([headline, *errors])
         return [one.value for one in results]
 
     def results(
