@@ -147,7 +147,7 @@ class HandlerGroup:
     def client(self) -> MemoryStore:
         return self._stack.enter_context(self._memory.client())
 
-    def settle(
+    def form_generation(
         self, nodes: Sequence[tuple[CountingStore, Clock]], timing: RendezvousTimeouts
     ) -> None:
         """Let all nodes join at once, each with its own store and clock."""
