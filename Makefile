@@ -94,7 +94,7 @@ test-long: $(STAMP)
 BUSY ?= 3
 
 test-busy: $(STAMP)
-	@$(BIN)/python tests/beside.py $(BUSY) $(MAKE) --no-print-directory test test-processes
+	@$(BIN)/python tests/under_load.py $(BUSY) $(MAKE) --no-print-directory test test-processes
 
 release-check: test-busy test-pythons $(STAMP_INTEGRATIONS)
 	@$(BIN)/python -m pytest -q -m release
@@ -137,10 +137,10 @@ test-newest: $(STAMP_NEWEST)
 		$(NEWEST_TESTS)
 
 test-pythons:
-	@$(PYTHON) tests/pythons.py $(PYTHONS)
+	@$(PYTHON) tests/supported_pythons.py $(PYTHONS)
 
 resolve-pythons:
-	@$(PYTHON) tests/pythons.py --resolve $(PYTHONS)
+	@$(PYTHON) tests/supported_pythons.py --resolve $(PYTHONS)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check --quiet .

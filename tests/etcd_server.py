@@ -69,7 +69,7 @@ class Server:
     def start(self) -> None:
         """Start on the data that is there; answers when this returns."""
         self.launch()
-        self.wait_until_it_serves()
+        self.wait_until_serving()
 
     def launch(self) -> None:
         """Start, and return at once: one of several members serves when most are there."""
@@ -77,7 +77,7 @@ class Server:
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(self.command(), stdout=log, stderr=log)
 
-    def wait_until_it_serves(self) -> None:
+    def wait_until_serving(self) -> None:
         try:
             wait_until(f"{self.NAME} to serve", self._serves)
         except BaseException:

@@ -48,7 +48,7 @@ done
 _ENTER = 'cd "$1" && shift && exec "$@"'
 
 
-class Spaces:
+class Namespaces:
     """The namespaces of one host, held by one process for as long as it lives. A host's shared
     memory is its own, and is lost with it."""
 
@@ -114,13 +114,13 @@ class Host:
         self._cluster = cluster
         self._names_file = cluster.job.folder / f"hosts.{name}"
         self._port = ""
-        self._spaces: Spaces | None = None
+        self._spaces: Namespaces | None = None
 
     def __str__(self) -> str:
         return self.name
 
     @property
-    def spaces(self) -> Spaces:
+    def namespaces(self) -> Namespaces:
         assert self._spaces is not None, f"{self.name} has no power"
         return self._spaces
 
@@ -137,7 +137,7 @@ class Host:
     def power_on(self) -> None:
         """Boot: nothing runs yet, and nothing is known of the time before."""
         self.temporary.mkdir()
-        self._spaces = Spaces(self.name, self._names_file)
+        self._spaces = Namespaces(self.name, self._names_file)
         self._port = self._cluster.connect(self._spaces)
         self._spaces.ip(
             # A machine keeps its network card, so that others find it again at once.
@@ -151,12 +151,12 @@ class Host:
 
     def power_off(self) -> None:
         """Everything here ends at once, and nothing of that is heard on the network."""
-        spaces = self.spaces
+        namespaces = self.namespaces
         self.link_down()
-        for pid in spaces.processes():
+        for pid in namespaces.processes():
             _send(pid, signal.SIGSTOP)
-        self._end_processes(spaces)
-        spaces.close()
+        self._end_processes(namespaces)
+        namespaces.close()
         self._spaces = None
         shutil.rmtree(self.temporary)
 
@@ -176,25 +176,27 @@ class Host:
     def start(self, name: str, *command: str, **extra: str) -> Node:
         """A process of the job on this host, which keeps temporary files of its own."""
         own = {"TMPDIR": str(self.temporary)}
-        return self._cluster.job.start(name, *self.spaces.enter(*command), **own, **extra)
+        return self._cluster.job.start(name, *self.namespaces.enter(*command), **own, **extra)
 
-    def run(self, *flags: str, name: str = "", worker: tuple[str, ...] = (), **extra: str) -> Node:
+    def start_agent(
+        self, *flags: str, name: str = "", worker: tuple[str, ...] = (), **extra: str
+    ) -> Node:
         """An agent with these flags, running the fault worker, which uses no torch."""
         path = (extra.pop("PYTHONPATH", ""), WITHOUT_TORCH)
         extra["PYTHONPATH"] = os.pathsep.join(filter(None, path))
-        command = self._cluster.job.agent(*flags, worker=worker)
+        command = self._cluster.job.agent_command(*flags, worker=worker)
         return self.start(name or self.name, *command, **extra)
 
-    def store(self) -> Node:
+    def start_store(self) -> Node:
         """`elasticlib store` at this host's address and the usual port."""
         command = (sys.executable, "-m", "elasticlib.launch.cli", "store")
         node = self.start(f"store-{self.name}", *command, "--bind", f"{self.address}:{PORT}")
         node.wait_for_log(rf"serving on {re.escape(self.address)}:{PORT}")
         return node
 
-    def _end_processes(self, spaces: Spaces) -> None:
+    def _end_processes(self, namespaces: Namespaces) -> None:
         def none_left() -> bool:
-            pids = spaces.processes()
+            pids = namespaces.processes()
             for pid in pids:
                 _send(pid, signal.SIGKILL)
             self._cluster.job.reap()
@@ -217,10 +219,10 @@ class Cluster:
         self.clean_up = contextlib.ExitStack()
         self._plugged = 0
         (job.folder / "hosts.switch").touch()
-        self.switch = Spaces("switch", job.folder / "hosts.switch")
+        self.switch = Namespaces("switch", job.folder / "hosts.switch")
         self.switch.ip("link add br0 type bridge", "link set br0 up")
 
-    def host(self, name: str = "") -> Host:
+    def add_host(self, name: str = "") -> Host:
         """One more host; h1, h2 and so on. All know all by name."""
         number = len(self.hosts) + 1
         host = Host(self, number, name or f"h{number}")
@@ -230,49 +232,49 @@ class Cluster:
         host.power_on()
         return host
 
-    def grow(self, count: int) -> list[Host]:
-        return [self.host() for _ in range(count)]
+    def add_hosts(self, count: int) -> list[Host]:
+        return [self.add_host() for _ in range(count)]
 
-    def rendezvous_flags(self, backend: str) -> tuple[str, ...]:
+    def start_rendezvous(self, backend: str) -> tuple[str, ...]:
         """The flags of a job that meets in a place which outlives all of its nodes."""
         if backend == "file":
             endpoint = str(self.job.folder / "meeting")
         else:
-            host = self.host("store")
+            host = self.add_host("store")
             endpoint = f"{host.address}:{PORT if backend == 'tcp' else ETCD_PORT}"
             if backend == "tcp":
-                host.store()
+                host.start_store()
             else:
-                self.etcd(host, endpoint).start()
+                self.create_etcd(host, endpoint).start()
         place = ("--rdzv-backend", backend, "--rdzv-endpoint", endpoint)
         return (*place, "--rdzv-id", "job")
 
-    def etcd(self, host: Host, endpoint: str, *flags: str) -> EtcdServer:
+    def create_etcd(self, host: Host, endpoint: str, *flags: str) -> EtcdServer:
         """An etcd on a host, killed when the cluster is closed; not started yet."""
         folder = self.job.folder / f"etcd-{host}"
-        server = EtcdServer(folder, *flags, endpoint=endpoint, enter=host.spaces.enter)
+        server = EtcdServer(folder, *flags, endpoint=endpoint, enter=host.namespaces.enter)
         self.clean_up.callback(server.kill)
         return server
 
-    def connect(self, spaces: Spaces) -> str:
+    def connect(self, namespaces: Namespaces) -> str:
         """Put a cable between the switch and these namespaces; returns the switch's port."""
         self._plugged += 1
         port = f"port{self._plugged}"
         self.switch.ip(
-            f"link add {port} type veth peer name eth0 netns {spaces.pid}",
+            f"link add {port} type veth peer name eth0 netns {namespaces.pid}",
             f"link set {port} master br0",
             f"link set {port} up",
         )
         return port
 
-    def host_of(self, place: dict[str, Any]) -> Host:
+    def host_of(self, report: dict[str, Any]) -> Host:
         """The host on which a worker runs."""
-        return self.hosts[place["node"]]
+        return self.hosts[report["node"]]
 
-    def check_reachable(self, places: list[dict[str, Any]]) -> None:
+    def check_reachable(self, reports: list[dict[str, Any]]) -> None:
         """The master's address is the first node's own, one that the others reach."""
-        first = self.host_of(places[0])
-        assert places[0]["MASTER_ADDR"] in (first.address, first.address6)
+        first = self.host_of(reports[0])
+        assert reports[0]["MASTER_ADDR"] in (first.address, first.address6)
 
     def close(self) -> None:
         with contextlib.ExitStack() as stack:
@@ -282,12 +284,12 @@ class Cluster:
             stack.push(self.clean_up.pop_all())
 
 
-def three_members(cluster: Cluster, hosts: list[Host]) -> dict[str, EtcdServer]:
+def start_three_members(cluster: Cluster, hosts: list[Host]) -> dict[str, EtcdServer]:
     """An etcd of three members, one on each host, that serves."""
     url = {host.name: f"http://{host.address}:{ETCD_PEER_PORT}" for host in hosts}
     members: dict[str, EtcdServer] = {}
     for host in hosts:
-        members[host.name] = cluster.etcd(
+        members[host.name] = cluster.create_etcd(
             host,
             f"{host.address}:{ETCD_PORT}",
             f"--name={host.name}",
@@ -301,11 +303,11 @@ def three_members(cluster: Cluster, hosts: list[Host]) -> dict[str, EtcdServer]:
     for member in members.values():
         member.launch()
     for member in members.values():
-        member.wait_until_it_serves()
+        member.wait_until_serving()
     return members
 
 
-def leader(members: dict[str, EtcdServer]) -> str:
+def find_leader(members: dict[str, EtcdServer]) -> str:
     """Which of these members was elected last, by what each says of itself; empty if none."""
 
     def last_term(name: str) -> int:
@@ -316,14 +318,14 @@ def leader(members: dict[str, EtcdServer]) -> str:
     return elected if last_term(elected) else ""
 
 
-def at_members(hosts: list[Host]) -> tuple[str, ...]:
+def member_flags(hosts: list[Host]) -> tuple[str, ...]:
     """The flags of a job that meets there, whose agents ask the hosts' members in this order."""
     endpoint = ",".join(f"{host}:{ETCD_PORT}" for host in hosts)
     return ("--rdzv-backend", "etcd", "--rdzv-endpoint", endpoint, "--rdzv-id", "job")
 
 
 @functools.cache
-def reason_against_hosts() -> str:
+def reason_hosts_unavailable() -> str:
     """What keeps this machine from having hosts; empty if nothing does."""
     tools = [tool for tool in ("ip", "unshare", "nsenter", "mount") if shutil.which(tool) is None]
     if tools:
@@ -338,8 +340,8 @@ def reason_against_hosts() -> str:
 @pytest.fixture
 def cluster(job: Job) -> Iterator[Cluster]:
     """Hosts of which nothing is left, and on which the job left nothing either."""
-    if reason_against_hosts():
-        pytest.skip(reason_against_hosts())
+    if reason_hosts_unavailable():
+        pytest.skip(reason_hosts_unavailable())
     cluster = Cluster(job)
     try:
         yield cluster

@@ -17,8 +17,8 @@ import attrs
 import pytest
 import torch.distributed as dist
 from jobs import PROGRAMS, Job, Node
-from processes import alive
-from traces import survey
+from processes import is_alive
+from traces import read_traces
 
 from elasticlib import CheckpointManager
 from elasticlib.testing.waiting import wait_until
@@ -84,10 +84,10 @@ class Training:
     def workers(self, *, living: bool = False) -> list[Worker]:
         """Return all workers that have committed a step, or only the living ones."""
         paths = self.folder.glob("committed.*")
-        found = (path for path in paths if not living or alive(int(path.suffix[1:])))
+        found = (path for path in paths if not living or is_alive(int(path.suffix[1:])))
         return [worker for path in found for worker in _read(path)]
 
-    def at_work(self, world: int, past: int = 0) -> list[Worker]:
+    def wait_for_workers(self, world: int, past: int = 0) -> list[Worker]:
         """Wait until `world` workers form a group that has committed a step after `past`."""
 
         def look() -> list[Worker]:
@@ -107,7 +107,7 @@ class Training:
     def last_step(self) -> int:
         return max((worker.step for worker in self.workers()), default=0)
 
-    def ends(self, names: Iterable[str] = ()) -> str:
+    def wait_for_success(self, names: Iterable[str] = ()) -> str:
         """Wait until these nodes, or all of them, exit; return the digest of the weights."""
         self.pace(0)
         nodes = [self.nodes[name] for name in names or self.nodes]
@@ -121,8 +121,8 @@ class Training:
     def check_nothing_is_lost(self) -> None:
         """Check that each sample of an epoch was used once, and that no committed step is lost."""
         assert "does the script call" not in self.job.logs, self.job.logs
-        trace = survey(self.folder / "trace")
-        assert trace.exactly_once(SAMPLES)
+        trace = read_traces(self.folder / "trace")
+        assert trace.used_exactly_once(SAMPLES)
         assert trace.steps == self.steps
         first_and_last: dict[int, tuple[int, int]] = {}  # step of each generation
         for worker in self.workers():
@@ -161,12 +161,12 @@ def pids(workers: Iterable[Worker]) -> set[int]:
 _UNDISTURBED: dict[int, str] = {}
 
 
-def undisturbed(job: Job, epochs: int) -> str:
+def train_undisturbed(job: Job, epochs: int) -> str:
     """Return the digest of the weights after the same training on one undisturbed worker."""
     if epochs not in _UNDISTURBED:
         training = Training(job, "undisturbed", epochs)
         training.start("undisturbed", "--standalone", "--rdzv-id", "undisturbed")
-        _UNDISTURBED[epochs] = training.ends()
+        _UNDISTURBED[epochs] = training.wait_for_success()
     return _UNDISTURBED[epochs]
 
 

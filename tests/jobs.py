@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 from ports import reserved_port
-from processes import alive, describe_process, marked
+from processes import describe_process, find_processes, is_alive
 
 from elasticlib.dir_lock import LOCK_FILE
 from elasticlib.launch.cli import main
@@ -150,11 +150,13 @@ class Job:
         self.nodes.append(node)
         return node
 
-    def run(self, name: str, *flags: str, worker: tuple[str, ...] = (), **extra: str) -> Node:
+    def start_agent(
+        self, name: str, *flags: str, worker: tuple[str, ...] = (), **extra: str
+    ) -> Node:
         """An agent with these flags, running the fault worker."""
-        return self.start(name, *self.agent(*flags, worker=worker), **extra)
+        return self.start(name, *self.agent_command(*flags, worker=worker), **extra)
 
-    def agent(
+    def agent_command(
         self,
         *flags: str,
         program: str = WORKER,
@@ -177,17 +179,17 @@ class Job:
         come back to it."""
         return int(self._held.enter_context(reserved_port()).getsockname()[1])
 
-    def store(self, *flags: str, at: int = 0) -> str:
+    def start_store(self, *flags: str, at: int = 0) -> str:
         """A store of its own process, so that any node may die; returns its endpoint."""
         command = (sys.executable, "-m", "elasticlib.launch.cli")
         node = self.start("store", *command, "store", "--bind", f"127.0.0.1:{at}", *flags)
         return node.wait_for_log(r"(127\.0\.0\.1:\d+)").group(1)
 
-    def places(self, generation: int) -> list[dict[str, Any]]:
+    def reports(self, generation: int) -> list[dict[str, Any]]:
         """What the workers of a generation said, by rank."""
-        files = self.folder.glob(f"place.{generation}.*.json")
+        files = self.folder.glob(f"report.{generation}.*.json")
         said = [json.loads(file.read_text()) for file in files]
-        return sorted(said, key=lambda place: int(place["RANK"]))
+        return sorted(said, key=lambda report: int(report["RANK"]))
 
     def wait_for_world(
         self, world: int, after: int = 0, seconds: float = DEFAULT_TIMEOUT_S
@@ -195,24 +197,27 @@ class Job:
         """Waits for a generation past `after` in which `world` workers run."""
 
         def look() -> list[dict[str, Any]]:
-            found = {int(f.name.split(".")[1]) for f in self.folder.glob("place.*.json")}
+            found = {int(f.name.split(".")[1]) for f in self.folder.glob("report.*.json")}
             for generation in sorted(found, reverse=True):
-                places = self.places(generation)
-                if generation > after and [int(p["WORLD_SIZE"]) for p in places] == [world] * world:
-                    return places
+                reports = self.reports(generation)
+                if (
+                    generation > after
+                    and [int(p["WORLD_SIZE"]) for p in reports] == [world] * world
+                ):
+                    return reports
             return []
 
         what = f"a world of {world} after generation {after}"
         return wait_until(what, look, seconds, details=lambda: self.logs)
 
-    def check_unchanged(self, places: list[dict[str, Any]], seconds: float) -> None:
+    def check_unchanged(self, reports: list[dict[str, Any]], seconds: float) -> None:
         """These workers run for so long, and nobody starts others."""
-        said = set(self.folder.glob("place.*.json"))
+        said = set(self.folder.glob("report.*.json"))
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            assert all(alive(int(place["pid"])) for place in places), self.logs
+            assert all(is_alive(int(report["pid"])) for report in reports), self.logs
             time.sleep(0.05)
-        assert set(self.folder.glob("place.*.json")) == said, self.logs
+        assert set(self.folder.glob("report.*.json")) == said, self.logs
 
     @property
     def logs(self) -> str:
@@ -262,7 +267,7 @@ class Job:
 
     def processes(self) -> set[int]:
         """All living processes that descend from this job, whoever their parent is now."""
-        return marked(TAG, self.tag)
+        return find_processes(TAG, self.tag)
 
     def wait_until_gone(self, seconds: float = DEFAULT_TIMEOUT_S) -> None:
         """Waits until no process of the job is left."""
@@ -307,16 +312,16 @@ def job(tmp_path: Path) -> Iterator[Job]:
     assert not leftover_files(job.temporary)
 
 
-def generation_of(places: list[dict[str, Any]]) -> int:
+def generation_of(reports: list[dict[str, Any]]) -> int:
     """The one generation that all of these workers are in."""
-    (generation,) = {int(place["ELASTICLIB_GENERATION"]) for place in places}
+    (generation,) = {int(report["ELASTICLIB_GENERATION"]) for report in reports}
     return generation
 
 
-def check_consistent_world(places: list[dict[str, Any]]) -> None:
+def check_consistent_world(reports: list[dict[str, Any]]) -> None:
     """All agree on generation, master and size, hold the ranks 0..n-1, and replace the old."""
-    generation_of(places)
-    assert [int(place["RANK"]) for place in places] == list(range(len(places)))
-    assert len({(place["MASTER_ADDR"], place["MASTER_PORT"]) for place in places}) == 1
-    assert {int(place["WORLD_SIZE"]) for place in places} == {len(places)}
-    assert not any(place["beside"] for place in places)
+    generation_of(reports)
+    assert [int(report["RANK"]) for report in reports] == list(range(len(reports)))
+    assert len({(report["MASTER_ADDR"], report["MASTER_PORT"]) for report in reports}) == 1
+    assert {int(report["WORLD_SIZE"]) for report in reports} == {len(reports)}
+    assert not any(report["still_running"] for report in reports)

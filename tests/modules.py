@@ -6,13 +6,13 @@ import os
 from pathlib import Path
 
 
-def with_module(folder: Path, name: str, code: str) -> Path:
+def write_module(folder: Path, name: str, code: str) -> Path:
     """Write the module into the folder, and return the folder."""
     folder.mkdir(exist_ok=True)
     (folder / f"{name}.py").write_text(code)
     return folder
 
 
-def path_with(folder: Path) -> str:
+def extend_pythonpath(folder: Path) -> str:
     """Return a PYTHONPATH on which the folder's modules are found."""
     return os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))

@@ -11,13 +11,13 @@ from pathlib import Path
 DOCS = Path(__file__).parent.parent / "docs"
 
 
-def blocks_of(name: str) -> tuple[str, list[tuple[str, str]]]:
+def read_page(name: str) -> tuple[str, list[tuple[str, str]]]:
     """A page's text, and its blocks of code, each with its language."""
     text = (DOCS / name).read_text()
     return text, re.findall(r"```(\w+)\n(.*?)```", text, re.DOTALL)
 
 
-def by_name(codes: list[str]) -> dict[str, str]:
+def name_blocks(codes: list[str]) -> dict[str, str]:
     """The files that the blocks make up: each begins with its name, in a comment."""
     return {code.split("\n")[0].removeprefix("# "): code for code in codes}
 

@@ -13,12 +13,12 @@ EXEC_SECONDS = 1.0
 """No process is in the middle of an exec for longer than this."""
 
 
-def alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     """Whether the process runs; a zombie that nobody has reaped yet does not."""
     return _state(pid) not in ("", "Z", "X")
 
 
-def children(pid: int) -> list[int]:
+def find_children(pid: int) -> list[int]:
     """Of all its threads, of each in the order in which they began; zombies included."""
     found = []
     for task in Path(f"/proc/{pid}/task").iterdir():
@@ -27,25 +27,25 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def environment_of(pid: int) -> dict[str, str]:
+def read_environment(pid: int) -> dict[str, str]:
     """What the process was started with; nothing for one that has ended or is not ours to see."""
     pairs = _environment(pid).decode(errors="replace").split("\0")
     return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
 
 
-def marked(name: str, value: str) -> set[int]:
+def find_processes(name: str, value: str) -> set[int]:
     """All living processes started with the variable `name` of this value."""
     mark = f"{name}={value}".encode()
     pids = (int(entry) for entry in os.listdir("/proc") if entry.isdigit())
     return {pid for pid in pids if mark in _environment(pid).split(b"\0")}
 
 
-def name_of(pid: int) -> str:
+def read_name(pid: int) -> str:
     """What the process calls itself; nothing once it has ended."""
     return _read(f"/proc/{pid}/comm").strip()
 
 
-def waits_of(pid: int) -> int:
+def count_waits(pid: int) -> int:
     """How often its main thread has waited for something so far."""
     (line,) = (
         line
@@ -71,27 +71,27 @@ def describe_process(pid: int) -> str:
         for line in _read(f"/proc/{pid}/status").splitlines()
         if line.startswith(("State", "PPid", "Threads", "SigBlk", "SigIgn", "SigCgt", "SigPnd"))
     ]
-    return f"{pid} {name_of(pid)}: {words[:200]!r}, waits in {waits}; {'; '.join(facts)}"
+    return f"{pid} {read_name(pid)}: {words[:200]!r}, waits in {waits}; {'; '.join(facts)}"
 
 
-def workers_of(agent: int) -> list[int]:
+def find_workers(agent: int) -> list[int]:
     """The pids of the workers of an agent that its fork servers have forked, in the order in which
     each of them has; none while it has none."""
     return [worker for pid in _servers(agent) for worker in _forked_by(pid)]
 
 
-def second_servers(agent: int) -> list[int]:
+def find_second_servers(agent: int) -> list[int]:
     """The pids of the fork servers that an agent's fork servers have forked."""
     return [pid for server in _servers(agent) for pid in _children(server) if _is_server(pid)]
 
 
-def supervisor_of(agent: int) -> int:
+def find_supervisor(agent: int) -> int:
     """Return the pid of an agent's supervisor process, or 0."""
-    return next((pid for pid in _children(agent) if name_of(pid) == "supervisor"), 0)
+    return next((pid for pid in _children(agent) if read_name(pid) == "supervisor"), 0)
 
 
 def _servers(agent: int) -> list[int]:
-    return [pid for pid in _children(supervisor_of(agent)) if _is_server(pid)]
+    return [pid for pid in _children(find_supervisor(agent)) if _is_server(pid)]
 
 
 def _forked_by(server: int) -> list[int]:
@@ -103,12 +103,12 @@ def _forked_by(server: int) -> list[int]:
 
 
 def _is_server(pid: int) -> bool:
-    return name_of(pid) == "fork-server"
+    return read_name(pid) == "fork-server"
 
 
 def _children(pid: int) -> list[int]:
     with contextlib.suppress(OSError):
-        return children(pid)
+        return find_children(pid)
     return []
 
 
@@ -135,7 +135,7 @@ def _mapped(pid: int) -> Counter[str]:
 
 
 def _one(pid: int) -> Counter[str]:
-    born = children(pid)
+    born = find_children(pid)
     held = _descriptors(pid) + _mapped(pid)
     held["threads"] = len(os.listdir(f"/proc/{pid}/task"))
     held["children"] = len(born)
@@ -143,10 +143,10 @@ def _one(pid: int) -> Counter[str]:
     return held
 
 
-def footprint(agent: int) -> Counter[str]:
+def count_resources(agent: int) -> Counter[str]:
     """Counts of all kinds for the agent (0), its supervisor process and its fork servers."""
     held: Counter[str] = Counter()
-    for place, pid in enumerate((agent, supervisor_of(agent), *_servers(agent))):
+    for place, pid in enumerate((agent, find_supervisor(agent), *_servers(agent))):
         try:
             found = _one(pid)
         except OSError:

@@ -35,7 +35,7 @@ from typing import Any
 import attrs
 import pytest
 from ports import free_port
-from processes import children
+from processes import find_children
 
 SECONDS = 100.0
 """How long a rank may run unless its test says otherwise."""
@@ -240,7 +240,7 @@ def _end_all_children() -> dict[int, int]:
     """Kill who is still there, and who was theirs; the exit codes of all, by pid."""
     codes: dict[int, int] = {}
     while True:
-        for child in children(os.getpid()):
+        for child in find_children(os.getpid()):
             os.kill(child, signal.SIGKILL)
         try:
             pid, status = os.waitpid(-1, 0)

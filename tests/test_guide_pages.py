@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pages import DOCS, blocks_of
+from pages import DOCS, read_page
 
 from elasticlib.launch import cli
 from elasticlib.launch.arguments import parse_launch
@@ -22,7 +22,7 @@ from elasticlib.observe.metrics import FAMILIES
 
 GUIDE = sorted(str(path.relative_to(DOCS)) for path in (DOCS / "guide").glob("*.md"))
 PAGES = [*GUIDE, "troubleshooting.md"]
-FOUND = {page: blocks_of(page) for page in PAGES}
+FOUND = {page: read_page(page) for page in PAGES}
 LINES = [
     (page, line)
     for page, (_, blocks) in FOUND.items()

@@ -17,7 +17,7 @@ from types import ModuleType
 import pytest
 import torch.distributed.elastic
 from jobs import WITHOUT_TORCH
-from pages import DOCS, blocks_of
+from pages import DOCS, read_page
 from torch.distributed.elastic.rendezvous import RendezvousHandler as TorchHandler
 from torch.distributed.launcher import LaunchConfig as TorchConfig
 
@@ -25,7 +25,7 @@ from elasticlib import RendezvousHandler
 from elasticlib.launch.cli import main
 from elasticlib.launch.command_line import build_parser
 
-TEXT, BLOCKS = blocks_of("migrate_from_torch_elastic.md")
+TEXT, BLOCKS = read_page("migrate_from_torch_elastic.md")
 ROOTS = ("launcher", "launcher.api", "run", "launch")
 SECTIONS = re.split(r"^## ", TEXT, flags=re.MULTILINE)[1:]
 

@@ -12,7 +12,7 @@ import nbclient
 import nbformat
 import pytest
 from jobs import TAG
-from processes import marked
+from processes import find_processes
 
 from elasticlib.testing.waiting import wait_until
 
@@ -41,7 +41,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def processes(mark: Path) -> set[int]:
     """All that a notebook has started, directly or not."""
-    return marked(TAG, str(mark))
+    return find_processes(TAG, str(mark))
 
 
 def read(path: Path) -> Any:

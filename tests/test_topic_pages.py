@@ -13,7 +13,7 @@ from pathlib import Path
 
 import attrs
 import pytest
-from pages import DOCS, blocks_of
+from pages import DOCS, read_page
 from test_guide_pages import COMMANDS, FLAGS, parse_command_line
 
 from elasticlib import AgentOptions, RendezvousSettings, RendezvousTimeouts, StopTimeouts
@@ -28,7 +28,7 @@ PAGES = [
 COMMAND_LINES = [
     (page, line)
     for page in PAGES
-    for language, code in blocks_of(page)[1]
+    for language, code in read_page(page)[1]
     if language == "sh"
     for line in code.splitlines()
 ]
@@ -91,7 +91,7 @@ def test_training_script_for_gpus_trains_on_any_machine(
     variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     for name, value in {**variables, "MASTER_PORT": "0"}.items():
         monkeypatch.setenv(name, value)
-    (script,) = (code for language, code in blocks_of("gpu.md")[1] if language == "python")
+    (script,) = (code for language, code in read_page("gpu.md")[1] if language == "python")
     names: dict[str, object] = {}
     exec(script, names)
     assert names["step"] == 20

@@ -8,12 +8,12 @@ import re
 from pathlib import Path
 
 import pytest
-from pages import blocks_of
+from pages import read_page
 
 from elasticlib.launch.flags import FLAGS
 
 ROOT = Path(__file__).parent.parent
-TEXT, BLOCKS = blocks_of("troubleshooting.md")
+TEXT, BLOCKS = read_page("troubleshooting.md")
 MESSAGES = [
     line for language, code in BLOCKS if language == "text" for line in code.splitlines() if line
 ]

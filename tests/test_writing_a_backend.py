@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 import redis
 from jobs import Job, check_consistent_world
-from modules import path_with, with_module
-from pages import blocks_of, by_name, check_suite_passes
+from modules import extend_pythonpath, write_module
+from pages import check_suite_passes, name_blocks, read_page
 from redis_server import RedisServer, needs_redis
 
 from elasticlib import Store
@@ -31,8 +31,8 @@ from elasticlib.launch.launch_config import LaunchConfig
 from elasticlib.launch.rendezvous_setup import open_rendezvous
 from elasticlib.testing.waiting import wait_until
 
-TEXT, BLOCKS = blocks_of("writing_a_backend.md")
-FILES = by_name([code for kind, code in BLOCKS if kind != "sh"])
+TEXT, BLOCKS = read_page("writing_a_backend.md")
+FILES = name_blocks([code for kind, code in BLOCKS if kind != "sh"])
 MODULE, SUITE = "elasticlib_redis", "test_elasticlib_redis.py"
 TRY, COMMAND, TRIAL, ASK, ASK_WITH_PASSWORD = (
     code.strip() for kind, code in BLOCKS if kind == "sh"
@@ -54,7 +54,7 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
     """A folder with the page's module."""
-    return with_module(tmp_path / "site", MODULE, FILES[f"{MODULE}.py"])
+    return write_module(tmp_path / "site", MODULE, FILES[f"{MODULE}.py"])
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_the_page_counts_its_lines_right() -> None:
 @pytest.mark.timeout(300)
 def test_the_pages_suite_passes(site: Path, server: RedisServer, tmp_path: Path) -> None:
     (tmp_path / SUITE).write_text(FILES[SUITE])
-    environment = {**os.environ, "PYTHONPATH": path_with(site), "REDIS_URL": server.url}
+    environment = {**os.environ, "PYTHONPATH": extend_pythonpath(site), "REDIS_URL": server.url}
     check_suite_passes(tmp_path, SUITE, 250.0, environment)
 
 
@@ -151,7 +151,7 @@ def test_the_pages_command_lines_run_a_job_and_ask_it(
     assert (words[0], words[-1]) == ("elasticrun", "train.py")
     flags = [server.endpoint if word == "cache:6379" else word for word in words[1:-1]]
     assert flags != words[1:-1]
-    nodes = [job.run(name, *flags, PYTHONPATH=path_with(site)) for name in "ab"]
+    nodes = [job.start_agent(name, *flags, PYTHONPATH=extend_pythonpath(site)) for name in "ab"]
     check_consistent_world(job.wait_for_world(2))
     program, *asked = shlex.split(ASK)
     assert program == "elasticlib"

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from modules import path_with
-from pages import blocks_of, by_name, check_suite_passes
+from modules import extend_pythonpath
+from pages import check_suite_passes, name_blocks, read_page
 
 from elasticlib import ElasticAgent, FileStore, WorkerState, read_history
 from elasticlib.observe.history import JobState
@@ -24,8 +24,8 @@ from elasticlib.testing.waiting import wait_until
 from elasticlib.testing.worker_behavior import WorkerBehavior
 from elasticlib.testing.worker_harness import Scenario, WorkerHarness
 
-_, BLOCKS = blocks_of("writing_an_agent.md")
-FILES = by_name([code for _, code in BLOCKS])
+_, BLOCKS = read_page("writing_an_agent.md")
+FILES = name_blocks([code for _, code in BLOCKS])
 MODULE, LAUNCHER, SUITE = "elasticlib_remote", "launch_remote.py", "test_elasticlib_remote.py"
 OBSERVED = "launch_observed.py"
 TIMEOUT_S = 20.0
@@ -76,10 +76,10 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, code in FILES.items():
         (site / name).write_text(code)
     python = str(Path(sys.executable).parent)
-    (site / "ssh").write_text(SSH.format(python=python, path=path_with(site)))
+    (site / "ssh").write_text(SSH.format(python=python, path=extend_pythonpath(site)))
     (site / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", f"{site}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("PYTHONPATH", path_with(site))
+    monkeypatch.setenv("PYTHONPATH", extend_pythonpath(site))
     return site
 
 

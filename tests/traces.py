@@ -24,19 +24,19 @@ class TraceError(ElasticError):
 
 
 @attrs.frozen
-class Survey:
+class TraceSummary:
     """Steps and samples of the surviving history of a run."""
 
     steps: int  # number of steps that led to the last state
     redone: int  # steps that were discarded because a later generation resumed before them
     uses: dict[int, Counter[int]]  # for each epoch, how often each sample was used
 
-    def exactly_once(self, length: int) -> bool:
+    def used_exactly_once(self, length: int) -> bool:
         """Return True if each epoch used each of `length` samples once and nothing else."""
         return all(used == Counter(range(length)) for used in self.uses.values())
 
 
-def survey(prefix: str | Path) -> Survey:
+def read_traces(prefix: str | Path) -> TraceSummary:
     """Read all traces of a finished run, and discard steps that did not survive.
 
     The line of a step survives unless a later line of its file, or any file of a later generation,
@@ -87,7 +87,7 @@ def _files_by_generation(prefix: str | Path) -> list[list[list[dict[str, Any]]]]
     return [generations[key] for key in order]
 
 
-def _count(lines: Iterable[dict[str, Any]], redone: int) -> Survey:
+def _count(lines: Iterable[dict[str, Any]], redone: int) -> TraceSummary:
     by_step: dict[int, list[dict[str, Any]]] = defaultdict(list)
     uses: dict[int, Counter[int]] = defaultdict(Counter)
     for line in lines:
@@ -99,4 +99,4 @@ def _count(lines: Iterable[dict[str, Any]], redone: int) -> Survey:
         if any(line["world_size"] != len(of_ranks) for line in of_ranks):
             worlds = sorted({line["world_size"] for line in of_ranks})
             raise TraceError(f"step {step} has lines of {len(of_ranks)} ranks, world {worlds}")
-    return Survey(len(by_step), redone, dict(uses))
+    return TraceSummary(len(by_step), redone, dict(uses))

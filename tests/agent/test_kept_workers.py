@@ -10,14 +10,14 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from jobs import PROGRAMS, WITHOUT_TORCH, Job, Node, alive, check_consistent_world, generation_of
+from jobs import PROGRAMS, WITHOUT_TORCH, Job, Node, check_consistent_world, generation_of, is_alive
 
 from elasticlib.testing.waiting import wait_until
 
 KEPT = str(PROGRAMS / "kept_worker.py")
 TOGETHER = ("--rdzv-backend=tcp", "--rdzv-id=job", "--nnodes=1:3")
 LEASE = ("--rdzv-conf", "keep_alive_interval=0.3,keep_alive_max_attempt=3,last_call_timeout=0.2")
-Place = dict[str, Any]
+Report = dict[str, Any]
 
 
 def begin(job: Job, name: str, *flags: str, worker: tuple[str, ...] = ()) -> Node:
@@ -25,7 +25,7 @@ def begin(job: Job, name: str, *flags: str, worker: tuple[str, ...] = ()) -> Nod
     always = ("--nproc-per-node=2", "--max-restarts=9", "--monitor-interval=0.05")
     return job.start(
         name,
-        *job.agent(*always, *flags, program=KEPT, worker=worker),
+        *job.agent_command(*always, *flags, program=KEPT, worker=worker),
         PYTHONPATH=WITHOUT_TORCH,
     )
 
@@ -35,20 +35,20 @@ def join(job: Job, store: str, name: str, *flags: str, worker: tuple[str, ...] =
     return begin(job, name, *TOGETHER, *LEASE, f"--rdzv-endpoint={store}", *flags, worker=worker)
 
 
-def pids(places: list[Place], node: str = "") -> set[int]:
-    return {int(place["pid"]) for place in places if node in ("", place["node"])}
+def pids(reports: list[Report], node: str = "") -> set[int]:
+    return {int(report["pid"]) for report in reports if node in ("", report["node"])}
 
 
-def kill(place: Place) -> None:
-    os.kill(int(place["pid"]), signal.SIGKILL)
+def kill(report: Report) -> None:
+    os.kill(int(report["pid"]), signal.SIGKILL)
 
 
-def wait_for_first_steps(job: Job, world_size: int) -> list[Place]:
+def wait_for_first_steps(job: Job, world_size: int) -> list[Report]:
     """Wait until the workers of the first group have all taken a step, and return their places."""
-    places = job.wait_for_world(world_size)
-    paths = [job.folder / f"stepped.{place['pid']}" for place in places]
+    reports = job.wait_for_world(world_size)
+    paths = [job.folder / f"stepped.{report['pid']}" for report in reports]
     wait_until("all to take a step", lambda: all(path.exists() for path in paths))
-    return places
+    return reports
 
 
 def newcomer(job: Job) -> int:
@@ -57,8 +57,8 @@ def newcomer(job: Job) -> int:
     return int(found[0].suffix[1:])
 
 
-def tell(job: Job, word: str, place: Place) -> None:
-    (job.folder / f"{word}.{place['pid']}").touch()
+def tell(job: Job, word: str, report: Report) -> None:
+    (job.folder / f"{word}.{report['pid']}").touch()
 
 
 def shown(job: Job) -> dict[int, list[str]]:
@@ -91,7 +91,7 @@ def test_a_survivor_continues_in_a_smaller_group_until_the_replacement_joins(job
     assert whole[1]["pid"] == first[1]["pid"]
     assert whole[0]["pid"] not in pids(first)
     assert whole[0]["TORCHELASTIC_RESTART_COUNT"] == "1", "who is let in costs nothing"
-    memory = {Path(place["ELASTICLIB_SNAPSHOTS"]) for place in (*smaller, *whole)}
+    memory = {Path(report["ELASTICLIB_SNAPSHOTS"]) for report in (*smaller, *whole)}
     assert len(memory) == 2, "each generation has an era of its own"
     job.finish()
     assert node.exit_code() == 0, job.logs
@@ -126,7 +126,7 @@ def test_output_and_status_of_a_retained_worker_continue(job: Job) -> None:
 
 
 def test_survivors_on_all_nodes_continue_after_a_worker_is_lost(job: Job) -> None:
-    store = job.store()
+    store = job.start_store()
     nodes = [join(job, store, name, "--nnodes=2:2") for name in ("one", "two")]
     first = job.wait_for_world(4)
     kill(first[3])
@@ -141,7 +141,7 @@ def test_survivors_on_all_nodes_continue_after_a_worker_is_lost(job: Job) -> Non
 
 
 def test_workers_continue_when_another_node_joins_and_is_lost(job: Job) -> None:
-    store = job.store()
+    store = job.start_store()
     join(job, store, "one")
     alone = job.wait_for_world(2)
     other = join(job, store, "two")
@@ -156,7 +156,7 @@ def test_workers_continue_when_another_node_joins_and_is_lost(job: Job) -> None:
 
 
 def test_workers_continue_when_another_node_drains(job: Job) -> None:
-    store = job.store()
+    store = job.start_store()
     node, other = (join(job, store, name, "--nnodes=1:2") for name in ("one", "two"))
     both = job.wait_for_world(4)
     other.signal(signal.SIGUSR2)
@@ -189,7 +189,7 @@ def test_a_hung_worker_is_killed_and_the_others_continue(job: Job) -> None:
     os.kill(first[0]["pid"], signal.SIGSTOP)
     smaller = job.wait_for_world(1, after=1)
     assert pids(smaller) == {first[1]["pid"]}
-    assert not alive(first[0]["pid"])
+    assert not is_alive(first[0]["pid"])
     job.wait_for_world(2, after=generation_of(smaller))
     job.finish()
     assert node.exit_code() == 0, job.logs
@@ -226,37 +226,37 @@ def test_replacements_that_are_starting_survive_a_regroup_and_join(job: Job) -> 
 
 
 def test_all_workers_leave_a_group_that_breaks_during_a_resize(job: Job) -> None:
-    store = job.store()
+    store = job.start_store()
     nodes = [join(job, store, n, "--nnodes=2:2", worker=("start", "2")) for n in ("one", "two")]
     first = job.wait_for_world(4)
     kill(first[0])
     smaller = job.wait_for_world(3, after=1)
     *waiting, broken = smaller
-    for place in waiting:
-        tell(job, "wait", place)
+    for report in waiting:
+        tell(job, "wait", report)
     tell(job, "stick", broken)
     for node in nodes:
         node.wait_for_log("resize: ")
     kill(broken)
     after = job.wait_for_world(3, after=generation_of(smaller), seconds=9)
     assert pids(waiting) < pids(after)
-    for place in waiting:
-        (job.folder / f"wait.{place['pid']}").unlink()
+    for report in waiting:
+        (job.folder / f"wait.{report['pid']}").unlink()
     job.wait_for_world(4, after=generation_of(after))
     job.finish()
     assert [node.exit_code() for node in nodes] == [0, 0], job.logs
 
 
 def test_workers_that_are_starting_when_a_node_joins_are_retained(job: Job) -> None:
-    store = job.store()
+    store = job.start_store()
     (starting := job.folder / "starting.one.1").touch()
     node = join(job, store, "one")
-    wait_until("the first worker", lambda: job.places(1))
+    wait_until("the first worker", lambda: job.reports(1))
     other = join(job, store, "two")
     node.wait_for_log("resize: ")
     starting.unlink()
     whole = job.wait_for_world(4, after=1, seconds=15)
-    assert pids(whole, "one") == pids(job.places(1)), job.logs
+    assert pids(whole, "one") == pids(job.reports(1)), job.logs
     job.finish()
     assert [node.exit_code(), other.exit_code()] == [0, 0], job.logs
 
@@ -264,7 +264,7 @@ def test_workers_that_are_starting_when_a_node_joins_are_retained(job: Job) -> N
 def test_a_worker_is_retained_if_one_fails_while_another_is_starting(job: Job) -> None:
     (starting := job.folder / "starting.one.1").touch()
     node = begin(job, "one", "--standalone", "--nproc-per-node=3")
-    first = wait_until("two workers", lambda: job.places(1)[1:] and job.places(1))
+    first = wait_until("two workers", lambda: job.reports(1)[1:] and job.reports(1))
     kill(first[1])
     smaller = job.wait_for_world(1, after=1)
     assert pids(smaller) == {first[0]["pid"]}
@@ -275,29 +275,29 @@ def test_a_worker_is_retained_if_one_fails_while_another_is_starting(job: Job) -
 
 
 def test_a_worker_whose_group_is_broken_does_not_wait_for_the_others(job: Job) -> None:
-    store = job.store()
+    store = job.start_store()
     nodes = [join(job, store, n, "--nnodes=2:2", worker=("start", "2")) for n in ("one", "two")]
     first = job.wait_for_world(4)
     kill(first[0])
     smaller = job.wait_for_world(3, after=1)
-    for place in smaller:
-        tell(job, "wait", place)
+    for report in smaller:
+        tell(job, "wait", report)
     for node in nodes:
         node.wait_for_log("resize: ")
     tell(job, "broken", smaller[0])
     whole = job.wait_for_world(4, after=generation_of(smaller), seconds=9)
     assert pids(smaller) < pids(whole)
     job.finish()
-    for place in smaller:
-        (job.folder / f"wait.{place['pid']}").unlink()
+    for report in smaller:
+        (job.folder / f"wait.{report['pid']}").unlink()
     assert [node.exit_code() for node in nodes] == [0, 0], job.logs
 
 
 def test_all_workers_are_started_if_none_has_survived(job: Job) -> None:
     node = begin(job, "one", "--standalone")
     first = job.wait_for_world(2)
-    for place in first:
-        kill(place)
+    for report in first:
+        kill(report)
     second = job.wait_for_world(2, after=1)
     assert not pids(first) & pids(second)
     job.finish()
@@ -316,25 +316,25 @@ def test_no_process_is_left_after_the_last_restart_is_used(job: Job) -> None:
 
 
 def test_a_signal_stops_workers_that_wait_for_a_generation(job: Job) -> None:
-    store = job.store()
+    store = job.start_store()
     node, other = (join(job, store, name, "--nnodes=2:2") for name in ("one", "two"))
     first = job.wait_for_world(4)
     other.kill()
     node.wait_for_log("generation 1: [^$]*1 of at least 2 nodes are here")
-    assert all(alive(pid) for pid in pids(first, "one"))
+    assert all(is_alive(pid) for pid in pids(first, "one"))
     node.signal(signal.SIGTERM)
     assert node.exit_code() == 128 + signal.SIGTERM, job.logs
-    wait_until("its workers to be gone", lambda: not any(map(alive, pids(first, "one"))))
+    wait_until("its workers to be gone", lambda: not any(map(is_alive, pids(first, "one"))))
 
 
 def test_a_worker_that_dies_while_it_waits_for_a_generation_is_replaced(job: Job) -> None:
-    store = job.store()
+    store = job.start_store()
     slow = ("start", "3")  # a replacement must not join before all others have started
     node, other = (join(job, store, n, "--nnodes=2:2", worker=slow) for n in ("one", "two"))
     first = job.wait_for_world(4)
     other.kill()
     node.wait_for_log("generation 1: [^$]*1 of at least 2 nodes are here")
-    gone, kept = (place for place in first if place["node"] == "one")
+    gone, kept = (report for report in first if report["node"] == "one")
     kill(gone)
     join(job, store, "three", "--nnodes=2:2")
     smaller = job.wait_for_world(3, after=1)

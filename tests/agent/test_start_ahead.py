@@ -9,7 +9,7 @@ import os
 import signal
 
 import pytest
-from jobs import Job, Node, alive, check_consistent_world, generation_of
+from jobs import Job, Node, check_consistent_world, generation_of, is_alive
 from test_kept_workers import join, kill, pids, wait_for_first_steps
 
 from elasticlib.testing.waiting import wait_until
@@ -29,13 +29,13 @@ def newcomers(job: Job, count: int = 2) -> set[int]:
 
 def pair(job: Job, *flags: str) -> tuple[Node, Node]:
     """Start two nodes."""
-    store = job.store()
+    store = job.start_store()
     one, two = (join(job, store, name, *flags, worker=SLOW) for name in ("one", "two"))
     return one, two
 
 
 def test_members_continue_while_the_workers_of_a_joining_node_start(job: Job) -> None:
-    store = job.store()
+    store = job.start_store()
     one = join(job, store, "one", worker=SLOW)
     alone = job.wait_for_world(2)
     two = join(job, store, "two", worker=SLOW)
@@ -56,8 +56,8 @@ def test_members_continue_while_the_workers_of_a_joining_node_start(job: Job) ->
 def test_members_continue_while_a_node_restarts_all_its_workers(job: Job) -> None:
     one, two = pair(job)
     first = wait_for_first_steps(job, 4)
-    for place in first[2:]:
-        kill(place)
+    for report in first[2:]:
+        kill(report)
     left = job.wait_for_world(2, after=1)
     assert pids(left) == pids(first[:2])
     assert left[0]["TORCHELASTIC_RESTART_COUNT"] == "1", "it is charged all the same"
@@ -80,9 +80,9 @@ def test_members_without_a_common_step_wait_for_a_node_that_lost_its_workers(
     (idle := job.folder / "idle").touch()
     # The new workers of node two may not have the state of the job yet.
     whole = job.wait_for_world(4, after=generation_of(left))
-    for place in whole[:2]:
-        kill(place)
-    wait_until("another group", lambda: job.places(generation_of(whole) + 1))
+    for report in whole[:2]:
+        kill(report)
+    wait_until("another group", lambda: job.reports(generation_of(whole) + 1))
     after = job.wait_for_world(4, after=generation_of(whole))
     assert generation_of(after) == generation_of(whole) + 1, job.logs
     assert pids(after, "two") == pids(whole, "two"), job.logs
@@ -94,18 +94,18 @@ def test_members_without_a_common_step_wait_for_a_node_that_lost_its_workers(
 def test_no_node_continues_without_the_others_if_all_workers_are_lost(job: Job) -> None:
     one, two = pair(job)
     first = job.wait_for_world(4)
-    for place in first:
-        kill(place)
+    for report in first:
+        kill(report)
     second = job.wait_for_world(4, after=1)
     check_consistent_world(second)
-    worlds = {path.name.split(".")[1] for path in job.folder.glob("place.*.json")}
+    worlds = {path.name.split(".")[1] for path in job.folder.glob("report.*.json")}
     assert worlds == {"1", str(generation_of(second))}, "no generation of one node lies between"
     job.finish()
     assert [node.exit_code() for node in (one, two)] == [0, 0], job.logs
 
 
 def test_workers_that_fail_before_their_node_joins_are_started_again(job: Job) -> None:
-    store = job.store()
+    store = job.start_store()
     one = join(job, store, "one", worker=SLOW)
     alone = job.wait_for_world(2)
     two = join(job, store, "two", worker=SLOW)
@@ -124,21 +124,21 @@ def test_workers_that_fail_before_their_node_joins_are_started_again(job: Job) -
 def test_a_signal_stops_workers_whose_node_has_not_joined_yet(
     job: Job, number: int, code: int
 ) -> None:
-    store = job.store()
+    store = job.start_store()
     one = join(job, store, "one")
     alone = job.wait_for_world(2)
     two = join(job, store, "two", worker=("start", "30"))
     started = newcomers(job)
     two.signal(number)
     assert two.exit_code() == code, job.logs
-    wait_until("its workers to be gone", lambda: not any(map(alive, started)))
+    wait_until("its workers to be gone", lambda: not any(map(is_alive, started)))
     assert job.wait_for_world(2) == alone
     job.finish()
     assert one.exit_code() == 0, job.logs
 
 
 def test_a_spare_node_has_started_workers(job: Job) -> None:
-    store = job.store()
+    store = job.start_store()
     one = join(job, store, "one", "--nnodes=1:1")
     first = job.wait_for_world(2)
     two = join(job, store, "two", "--nnodes=1:1")

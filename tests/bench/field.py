@@ -450,10 +450,11 @@ def survivors(
 
 HEAD = (
     "launcher",
+    "duration of the run",
     "samples kept",
     "pause after a kill, median",
     "95th percentile",
-    "steps redone per kill",
+    "steps repeated per kill",
     f"samples kept if a start takes {SLOW:g} s",
 )
 SURVIVORS = (
@@ -483,13 +484,14 @@ def cells(launcher: Launcher, outcomes: Mapping[str, Outcome]) -> tuple[str, ...
     late = "-" if slow is None else slow.error or slow.share
     if outcome is None or outcome.error:
         why = outcome.error if outcome else "not measured yet"
-        return (launcher.title, why, "", "", "", late)
+        return (launcher.title, "", why, "", "", "", late)
     title = launcher.title
     if launcher.package != "elasticlib":
         title += f" {outcome.version}"
     middle, most = (within(outcome.pauses, share) for share in (0.5, 0.95))
     redone = digits(outcome.redone / outcome.kills)
-    return (title, outcome.share, middle, most, redone, late)
+    duration = f"{outcome.seconds:g} s"
+    return (title, duration, outcome.share, middle, most, redone, late)
 
 
 def within(times: Sequence[float], share: float) -> str:

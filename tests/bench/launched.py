@@ -22,7 +22,7 @@ from elasticlib.testing.waiting import wait_until
 TESTS = Path(__file__).resolve().parent.parent
 sys.path.append(str(TESTS))
 from ports import free_port  # noqa: E402
-from processes import alive, children  # noqa: E402
+from processes import find_children, is_alive  # noqa: E402
 
 ALLREDUCE = str(TESTS / "programs" / "allreduce.py")
 QUIET = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -89,11 +89,11 @@ class Job:
         """Waits for a group of this size that was not there yet; what its ranks said, in order."""
 
         def look() -> list[dict[str, Any]]:
-            files = {path.name: path for path in self.folder.glob("place.*.json")}
-            places = [json.loads(files[name].read_text()) for name in files.keys() - self._seen]
-            here = [p for p in places if p["WORLD_SIZE"] == str(world) and alive(p["pid"])]
-            here.sort(key=lambda place: int(place["RANK"]))
-            if [int(place["RANK"]) for place in here] == list(range(world)):
+            files = {path.name: path for path in self.folder.glob("report.*.json")}
+            reports = [json.loads(files[name].read_text()) for name in files.keys() - self._seen]
+            here = [p for p in reports if p["WORLD_SIZE"] == str(world) and is_alive(p["pid"])]
+            here.sort(key=lambda report: int(report["RANK"]))
+            if [int(report["RANK"]) for report in here] == list(range(world)):
                 self._seen |= files.keys()
                 return here
             if all(agent.poll() is not None for agent in self.agents):
@@ -127,7 +127,7 @@ class Job:
         below = [agent.pid]
         for pid in below:
             with suppress(OSError):
-                below += children(pid)
+                below += find_children(pid)
         for pid in [pid for pid in below if not _is_supervisor(pid)]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -190,9 +190,9 @@ class Times:
         """Takes the time from now to a new group of so many, and returns what its ranks said."""
         began = time.monotonic()
         with self.trying(who, what):
-            places = running.up(world, seconds)
+            reports = running.up(world, seconds)
         self.since(began, what, who)
-        return places
+        return reports
 
     def of(self, what: str, who: str, unit: str = "s") -> Samples:
         taken, failed = self._taken[what, who], self._failed[what, who]

@@ -165,11 +165,11 @@ def quoted(record: Record) -> str:
 
 
 def with_table(readme: str, table: str) -> str:
-    """A README whose table under `## Numbers` is this one; ValueError if it has none."""
-    before, heading, after = readme.partition("\n## Numbers\n")
+    """A README whose table under `## Benchmarks` is this one; ValueError if it has none."""
+    before, heading, after = readme.partition("\n## Benchmarks\n")
     text, bar, rest = after.partition("\n| ")
     if not heading or not bar:
-        raise ValueError("the README has no table under a heading `## Numbers`")
+        raise ValueError("the README has no table under a heading `## Benchmarks`")
     lines = rest.splitlines(keepends=True)
     end = next((at for at, line in enumerate(lines) if at and line[:1] != "|"), len(lines))
     return "".join((before, heading, text, "\n", table, "\n", *lines[end:]))

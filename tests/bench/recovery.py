@@ -36,10 +36,10 @@ from launched import (
     LAUNCHERS,
     PROBABLY_NEVER,
     Times,
-    alive,
-    children,
     cpu_seconds,
+    find_children,
     in_turn,
+    is_alive,
     job,
 )
 
@@ -90,7 +90,7 @@ def join(times: Times, launcher: str) -> None:
         began = time.monotonic()
         running.join()
         with times.trying(launcher, *MEASURED["join"]):
-            wait_until("the worker to end", lambda: not alive(alone["pid"]), PROBABLY_NEVER)
+            wait_until("the worker to end", lambda: not is_alive(alone["pid"]), PROBABLY_NEVER)
             stopped = time.monotonic()
             running.up(2, PROBABLY_NEVER)
         times.since(began, "join", launcher)
@@ -114,7 +114,7 @@ def at_rest(times: Times, seconds: float, launcher: str) -> None:
         agent = running.agents[0].pid
         serving = [agent]
         for pid in serving:
-            serving += [child for child in children(pid) if child not in workers]
+            serving += [child for child in find_children(pid) if child not in workers]
         # What a start leaves to do is over by then: the fork server has begun to rest, and imported
         # what it keeps for later workers.
         time.sleep(6.0)

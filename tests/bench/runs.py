@@ -22,7 +22,7 @@ from figures import Found, from_plain
 from page import HERE, Benchmark, Section
 
 sys.path.append(str(HERE.parent))
-from processes import marked
+from processes import find_processes
 
 PATIENCE = 20.0
 """Seconds for a program that is interrupted, which kills its jobs and removes their files, and for
@@ -92,7 +92,7 @@ def end_all(tag: str, patience: float) -> int:
     """How many processes with this tag had to be killed, after so many seconds."""
     deadline = time.monotonic() + patience
     killed: set[int] = set()
-    while below := marked(TAG, tag):
+    while below := find_processes(TAG, tag):
         if time.monotonic() > deadline:
             for pid in below:
                 with contextlib.suppress(ProcessLookupError):

@@ -27,7 +27,7 @@ from page import (
     record_to_plain,
     with_table,
 )
-from processes import marked
+from processes import find_processes
 
 ROOT = HERE.parent.parent
 MACHINE = {"processor": "some, 2 cores"}
@@ -189,8 +189,8 @@ def test_nothing_is_left_out_of_the_page_silently() -> None:
 
 
 def test_the_table_is_put_where_the_readmes_is_and_nowhere_else() -> None:
-    readme = "| a |\n\n## Numbers\n\nWords.\n\n| b |\n| c |\n\nMore.\n\n| d |\n"
-    now = "| a |\n\n## Numbers\n\nWords.\n\n| x |\n\nMore.\n\n| d |\n"
+    readme = "| a |\n\n## Benchmarks\n\nWords.\n\n| b |\n| c |\n\nMore.\n\n| d |\n"
+    now = "| a |\n\n## Benchmarks\n\nWords.\n\n| x |\n\nMore.\n\n| d |\n"
     assert with_table(readme, "| x |") == now
     assert with_table(now, "| x |") == now
     with pytest.raises(ValueError, match="no table"):
@@ -234,7 +234,7 @@ def test_a_run_is_ended_when_its_time_is_over_and_leaves_no_process(
         limit = 5.0 if name == "hangs" else 60.0
         section = runs.run(Benchmark(name, limit=limit, folder=tmp_path), patience=0.3)
         found.append((section.error, section.found.notes, len(section.found.rows)))
-    assert not marked("FOLDER_OF_THIS_TEST", str(tmp_path))
+    assert not find_processes("FOLDER_OF_THIS_TEST", str(tmp_path))
     assert found == [
         ("", ("It left 1 processes behind, which were ended.",), 1),
         ("exit code 3", (), 0),

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from pages import blocks_of
+from pages import read_page
 
 from elasticlib import CheckpointManager, ElasticDistributedSampler
 from elasticlib.launch.cli import main
 
-_, BLOCKS = blocks_of("guide/checkpoints.md")
+_, BLOCKS = read_page("guide/checkpoints.md")
 PROGRAM, HANDLE, GOING_ON, EXPORT = (code for language, code in BLOCKS if language == "python")
 
 

@@ -16,9 +16,9 @@ import attrs
 import pytest
 import torch
 import torch.distributed as dist
+from removed_dirs import dir_removed_when_listed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from vanishing import vanishing
 
 from elasticlib import Node, Script, WorkerSpec
 from elasticlib.checkpoint import snapshot_slots
@@ -328,7 +328,7 @@ def test_what_was_being_written_when_a_worker_or_a_giver_ended_is_freed(agent: A
 
 def test_an_era_that_goes_as_it_is_looked_at_holds_nothing(agent: Agent) -> None:
     agent.worker(1).snapshot(1, state(1))
-    with vanishing(agent.folder / "2"):
+    with dir_removed_when_listed(agent.folder / "2"):
         assert [one.header.step for one in snapshot_slots.list_snapshots(agent.folder)] == [1]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from pages import blocks_of
+from pages import read_page
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
@@ -18,7 +18,7 @@ from elasticlib import ElasticBatchSampler, ElasticDistributedSampler, ShardData
 
 def recipe(marker: str, **names: Any) -> dict[str, Any]:
     """Run the block of the page that has a text, and return the names that it leaves."""
-    (code,) = (code for _, code in blocks_of("guide/data.md")[1] if marker in code)
+    (code,) = (code for _, code in read_page("guide/data.md")[1] if marker in code)
     exec(code, names)
     return names
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from jobs import Job
-from pages import DOCS, blocks_of
+from pages import DOCS, read_page
 
 from elasticlib import CheckpointManager
 
@@ -13,7 +13,7 @@ EXAMPLE = DOCS.parent / "elasticlib/examples/in_place.py"
 
 
 def test_the_page_shows_the_example_as_it_is() -> None:
-    _, blocks = blocks_of("in_place_recovery.md")
+    _, blocks = read_page("in_place_recovery.md")
     _, shown = blocks[0]
     before, _, loop = shown.partition("...\n")
     assert before in EXAMPLE.read_text()

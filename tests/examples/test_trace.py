@@ -6,7 +6,7 @@ import json
 import os
 
 import pytest
-from traces import TraceError, survey
+from traces import TraceError, read_traces
 
 from elasticlib.examples.train_text import append_trace
 
@@ -40,8 +40,8 @@ def test_steps_redone_after_a_crash_are_struck_out(tmp_path):
     play(prefix, 1, 2, 0, range(1, 8))
     play(prefix, 2, 1, 4, range(5, 7))
     play(prefix, 10, 2, 6, range(7, 10))
-    told = survey(prefix)
-    assert told.exactly_once(18)
+    told = read_traces(prefix)
+    assert told.used_exactly_once(18)
     assert (told.steps, told.redone) == (9, 3)
 
 
@@ -49,8 +49,8 @@ def test_a_restart_within_a_generation_counts_too(tmp_path):
     prefix = tmp_path / "run"
     play(prefix, 1, 2, 0, range(1, 8))
     play(prefix, 1, 2, 4, range(5, 10))
-    told = survey(prefix)
-    assert told.exactly_once(18)
+    told = read_traces(prefix)
+    assert told.used_exactly_once(18)
     assert (told.steps, told.redone) == (9, 3)
 
 
@@ -61,9 +61,9 @@ def test_generations_that_count_from_1_in_each_launch_are_told_apart(tmp_path):
         from_when = {"launch": launch, "at": began}
         play(prefix, 1, world, resumed, range(resumed + 1, resumed + 5), **from_when)
         play(prefix, 2, 1, resumed + 2, range(resumed + 3, resumed + 6), **from_when)
-    told = survey(prefix)
+    told = read_traces(prefix)
     assert (told.steps, told.redone) == (13, 8)
-    assert told.exactly_once(26)
+    assert told.used_exactly_once(26)
 
 
 def test_a_generation_that_trained_nothing_strikes_out_what_it_did_not_see(tmp_path):
@@ -71,7 +71,7 @@ def test_a_generation_that_trained_nothing_strikes_out_what_it_did_not_see(tmp_p
     play(prefix, 1, 2, 0, range(1, 8))
     play(prefix, 2, 2, 4, [])
     play(prefix, 3, 2, 4, range(5, 10))
-    assert survey(prefix).exactly_once(18)
+    assert read_traces(prefix).used_exactly_once(18)
 
 
 def test_of_two_launches_side_by_side_the_one_counts_whose_state_is_taken(tmp_path):
@@ -85,29 +85,29 @@ def test_of_two_launches_side_by_side_the_one_counts_whose_state_is_taken(tmp_pa
     ):
         began = {"first": 5, "second": 7}[launch]
         play(prefix, generation, world, resumed, steps, launch=launch, at=began)
-    told = survey(prefix)
+    told = read_traces(prefix)
     assert (told.steps, told.redone) == (11, 3)
-    assert told.exactly_once(22)
+    assert told.used_exactly_once(22)
 
 
 def test_a_lost_sample_and_a_repeated_one_are_noticed(tmp_path):
     prefix = tmp_path / "run"
     play(prefix, 1, 1, 0, range(1, 4))
-    assert survey(prefix).exactly_once(6)
-    assert not survey(prefix).exactly_once(7)
+    assert read_traces(prefix).used_exactly_once(6)
+    assert not read_traces(prefix).used_exactly_once(7)
     become(1, 0)
     append_trace(str(prefix), step=4, epoch=0, indices=[5], world_size=1)
-    assert not survey(prefix).exactly_once(6)
+    assert not read_traces(prefix).used_exactly_once(6)
 
 
 def test_a_missing_step_and_a_missing_rank_are_errors(tmp_path):
     play(tmp_path / "gap", 1, 1, 0, [1, 2, 4])
     with pytest.raises(TraceError, match=r"need steps 1 to 3, got \[1, 2, 4\]"):
-        survey(tmp_path / "gap")
+        read_traces(tmp_path / "gap")
     play(tmp_path / "rank", 1, 2, 0, [1])
     (tmp_path / "rank.0.1.1.jsonl").unlink()
     with pytest.raises(TraceError, match=r"step 1 has lines of 1 ranks, world \[2\]"):
-        survey(tmp_path / "rank")
+        read_traces(tmp_path / "rank")
 
 
 def test_the_lines_are_plain_json(tmp_path):

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from traces import survey
+from traces import read_traces
 
 from elasticlib import CheckpointManager
 from elasticlib.errors import ElasticError
@@ -65,7 +65,7 @@ def test_ranks_with_less_than_others_or_nothing_change_no_gradient(ranks, tmp_pa
     for weight, adam in one["optimizer"]["state"].items():
         other = three["optimizer"]["state"][weight]["exp_avg"]
         torch.testing.assert_close(adam["exp_avg"], other, rtol=1e-2, atol=1e-5)
-    assert survey(folders[1] / "trace").exactly_once(9)
+    assert read_traces(folders[1] / "trace").used_exactly_once(9)
 
 
 def test_the_last_state_is_saved_though_the_batch_was_changed_on_the_way(tmp_path, alone):

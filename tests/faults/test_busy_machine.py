@@ -40,8 +40,8 @@ def busy_machine() -> Iterator[None]:
 def test_nodes_on_a_busy_machine_keep_their_places(job: Job) -> None:
     # A lease that outlasts such a load, so that the loop alone is judged.
     conf = ("--rdzv-conf", "keep_alive_interval=3,keep_alive_max_attempt=10")
-    place = ("--rdzv-backend=tcp", f"--rdzv-endpoint={job.store()}", "--nproc-per-node=2")
-    nodes = [job.run(name, "--nnodes=1:2", *place, *conf) for name in "ab"]
+    place = ("--rdzv-backend=tcp", f"--rdzv-endpoint={job.start_store()}", "--nproc-per-node=2")
+    nodes = [job.start_agent(name, "--nnodes=1:2", *place, *conf) for name in "ab"]
     before = job.wait_for_world(4)
     with busy_machine():
         threading.Event().wait(SECONDS)

@@ -21,11 +21,11 @@ from jobs import (
     WORKER,
     Job,
     Node,
-    alive,
     check_consistent_world,
     generation_of,
+    is_alive,
 )
-from processes import children
+from processes import find_children
 
 from elasticlib.testing.waiting import DEFAULT_TIMEOUT_S, wait_until
 
@@ -90,11 +90,11 @@ def saved(job: Job, generation: int, rank: int) -> dict[str, Any]:
 
 
 def test_one_of_two_nodes_drains_and_the_other_goes_on_uncharged(job: Job, save: Save) -> None:
-    meet = ("--nnodes", "1:2", "--rdzv-endpoint", job.store(), *SHORT)
+    meet = ("--nnodes", "1:2", "--rdzv-endpoint", job.start_store(), *SHORT)
     grace = ("--checkpoint-grace", save.grace)
     nodes = {name: listening(job, save, name, *meet, *grace) for name in "ab"}
     before = job.wait_for_world(2)
-    generation, (stays, leaves) = generation_of(before), (place["node"] for place in before)
+    generation, (stays, leaves) = generation_of(before), (report["node"] for report in before)
     nodes[leaves].signal(signal.SIGUSR2)
     wait_until("its workers to save", lambda: (job.folder / f"saving.{generation}.1").exists())
     # Schedulers repeat themselves, and a drain that is under way is not to be cut short for it.
@@ -123,7 +123,7 @@ def test_a_drain_signal_to_every_process_of_a_node_ends_nothing_before_it_is_sav
 ) -> None:
     flags = ("--standalone", "--nproc-per-node", "2", "--checkpoint-grace", save.grace, *SHORT)
     agent = listening(job, save, "a", *flags)
-    workers = [place["pid"] for place in job.wait_for_world(2)]
+    workers = [report["pid"] for report in job.wait_for_world(2)]
     for pid in workers:
         assert in_mask(pid, "SigIgn", signal.SIGUSR2)
         # Whoever wants the signal for itself takes it: it is not held back.
@@ -160,7 +160,7 @@ def test_each_further_signal_cuts_the_ladder_short_by_one_rung(job: Job, save: S
     # Longer than anything here is waited for.
     long = ("--checkpoint-grace", "600", "--shutdown-timeout", "600")
     agent = listening(job, save, "a", "--standalone", "--nproc-per-node", "2", *long)
-    workers = [place["pid"] for place in job.wait_for_world(2)]
+    workers = [report["pid"] for report in job.wait_for_world(2)]
     holds = [job.folder / f"hold.{rank}" for rank in range(2)]
     for hold in holds:
         hold.touch()
@@ -170,7 +170,7 @@ def test_each_further_signal_cuts_the_ladder_short_by_one_rung(job: Job, save: S
     agent.wait_for_log("still running after the time to save, sending SIGTERM: pid")
     wait_until("one worker to hear it", (job.folder / "heard.0").exists)
     holds[0].unlink()
-    wait_until("one worker to end", lambda: not alive(workers[0]), save.bound)
+    wait_until("one worker to end", lambda: not is_alive(workers[0]), save.bound)
     assert saved(job, 1, 0)["asked"] == ["SIGTERM"]
     agent.signal(signal.SIGINT)
     assert agent.exit_code() == 75
@@ -181,7 +181,7 @@ def test_each_further_signal_cuts_the_ladder_short_by_one_rung(job: Job, save: S
 
 
 def test_a10_a_resize_gives_the_same_grace_as_every_other_stop(job: Job, save: Save) -> None:
-    meet = ("--nnodes", "1:2", "--rdzv-endpoint", job.store())
+    meet = ("--nnodes", "1:2", "--rdzv-endpoint", job.start_store())
     conf = ("--rdzv-conf", "last_call_timeout=0.1")
     grace = ("--shutdown-timeout", save.grace)
     long = elasticrun(job, "a", *meet, *conf, *grace, *saving(job, save))
@@ -212,13 +212,13 @@ def test_fifty_nested_processes_leave_none_behind(job: Job) -> None:
 
     first = line(1)
     assert len(first) == 51
-    assert all(alive(pid) for pid in first)
+    assert all(is_alive(pid) for pid in first)
     os.kill(first[0], signal.SIGKILL)
     second = line(2)
-    assert not any(alive(pid) for pid in first)
+    assert not any(is_alive(pid) for pid in first)
     agent.signal(signal.SIGTERM)
     assert agent.exit_code() == 128 + signal.SIGTERM
-    assert not any(alive(pid) for pid in second)
+    assert not any(is_alive(pid) for pid in second)
     job.wait_until_gone()
 
 
@@ -256,9 +256,9 @@ def test_as_process_1_it_reaps_orphans_and_takes_no_end_from_its_agent(job: Job)
     script = ("--no-python", "sh", "-c", ORPHANS, str(job.folder))
     outside = job.start("a", *run, *script, PYTHONPATH=WITHOUT_TORCH)
     wait_until("the worker", (job.folder / "up").exists)
-    (first,) = children(outside.pid)
+    (first,) = find_children(outside.pid)
     # All that is left below process 1 is the agent itself.
-    wait_until("the orphans to be reaped", lambda: len(children(first)) == 1)
+    wait_until("the orphans to be reaped", lambda: len(find_children(first)) == 1)
     job.finish()
     assert outside.exit_code() == 1
     assert "exited with code 7" in outside.text
@@ -271,7 +271,7 @@ def test_process_1_forks_before_torch_is_imported(job: Job) -> None:
     script = ("--nproc-per-node", "auto", "--no-python", "sh", "-c", ORPHANS, str(job.folder))
     outside = job.start("a", *run, *script)
     wait_until("the worker", (job.folder / "up").exists)
-    (first,) = children(outside.pid)
+    (first,) = find_children(outside.pid)
     maps, status = (Path(f"/proc/{first}/{name}").read_text() for name in ("maps", "status"))
     assert "libtorch" not in maps
     assert re.search(r"^Threads:\s+1$", status, re.MULTILINE)
@@ -284,7 +284,7 @@ def test_as_process_1_it_passes_a_drain_on_and_ends_with_its_code(job: Job) -> N
     run = (*SPACES, sys.executable, "-m", "elasticlib.launch", "--standalone")
     outside = job.start("a", *run, WORKER, str(job.folder), PYTHONPATH=WITHOUT_TORCH)
     job.wait_for_world(1)
-    (first,) = children(outside.pid)
+    (first,) = find_children(outside.pid)
     os.kill(first, signal.SIGUSR2)
     assert outside.exit_code() == 75
     assert "DRAINED: received SIGUSR2" in outside.text

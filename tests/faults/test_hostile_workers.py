@@ -11,8 +11,8 @@ import sys
 import textwrap
 
 import pytest
-from jobs import WITHOUT_TORCH, Job, Node, alive, generation_of
-from processes import supervisor_of
+from jobs import WITHOUT_TORCH, Job, Node, generation_of, is_alive
+from processes import find_supervisor
 
 from elasticlib.testing.waiting import wait_until
 
@@ -173,18 +173,18 @@ def test_a_killed_supervisor_is_a_failure_of_its_workers_and_the_next_one_cleans
     job: Job, method: str
 ) -> None:
     flags = ("--standalone", "--max-restarts", "3", f"--start-method={method}")
-    node = job.run("a", *flags, worker=("child",), PYTHONPATH=WITHOUT_TORCH)
-    (place,) = job.wait_for_world(1)
+    node = job.start_agent("a", *flags, worker=("child",), PYTHONPATH=WITHOUT_TORCH)
+    (report,) = job.wait_for_world(1)
     for _ in range(3):
-        os.kill(supervisor_of(node.pid), signal.SIGKILL)
-        earlier = place
-        (place,) = job.wait_for_world(1, after=generation_of([place]))
-        assert not alive(earlier["pid"])
-        assert not alive(earlier["child"])
+        os.kill(find_supervisor(node.pid), signal.SIGKILL)
+        earlier = report
+        (report,) = job.wait_for_world(1, after=generation_of([report]))
+        assert not is_alive(earlier["pid"])
+        assert not is_alive(earlier["child"])
     node.kill()
     # And nothing of it is left in the folder for temporary files, or in shared memory.
     job.wait_until_gone()
-    assert not alive(place["child"])
+    assert not is_alive(report["child"])
 
 
 HOST = """

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from etcd_server import needs_etcd
 from hosts import BACKENDS, Cluster
-from jobs import alive, check_consistent_world, generation_of
+from jobs import check_consistent_world, generation_of, is_alive
 
 pytestmark = pytest.mark.faults
 
@@ -27,14 +27,14 @@ TCP_BY_DAY = [
 
 @pytest.mark.parametrize("backend", TCP_BY_DAY)
 def test_a2_a_second_host_joins_and_both_are_one_world(cluster: Cluster, backend: str) -> None:
-    flags = (*cluster.rendezvous_flags(backend), *QUICK, "--nnodes", "1:2")
-    first = cluster.host().run(*flags)
+    flags = (*cluster.start_rendezvous(backend), *QUICK, "--nnodes", "1:2")
+    first = cluster.add_host().start_agent(*flags)
     generation = generation_of(cluster.job.wait_for_world(1))
-    second = cluster.host().run(*flags)
-    places = cluster.job.wait_for_world(2, after=generation)
-    check_consistent_world(places)
-    cluster.check_reachable(places)
-    assert [place["node"] for place in places] == [first.name, second.name]
+    second = cluster.add_host().start_agent(*flags)
+    reports = cluster.job.wait_for_world(2, after=generation)
+    check_consistent_world(reports)
+    cluster.check_reachable(reports)
+    assert [report["node"] for report in reports] == [first.name, second.name]
     cluster.job.finish()
     assert (first.exit_code(), second.exit_code()) == (0, 0)
 
@@ -43,16 +43,16 @@ def test_a2_a_second_host_joins_and_both_are_one_world(cluster: Cluster, backend
 def test_a3_survivors_of_rank_0_share_one_generation_and_master(
     cluster: Cluster, backend: str
 ) -> None:
-    flags = (*cluster.rendezvous_flags(backend), *QUICK, "--nnodes", "2:3")
-    nodes = {host.name: host.run(*flags) for host in cluster.grow(3)}
+    flags = (*cluster.start_rendezvous(backend), *QUICK, "--nnodes", "2:3")
+    nodes = {host.name: host.start_agent(*flags) for host in cluster.add_hosts(3)}
     before = cluster.job.wait_for_world(3)
     dead = before[0]["node"]
     nodes.pop(dead).kill()
-    places = cluster.job.wait_for_world(2, after=generation_of(before))
-    check_consistent_world(places)
-    cluster.check_reachable(places)
-    assert [p["node"] for p in places] == [p["node"] for p in before if p["node"] != dead]
-    assert {p["TORCHELASTIC_RESTART_COUNT"] for p in places} == {"0"}
+    reports = cluster.job.wait_for_world(2, after=generation_of(before))
+    check_consistent_world(reports)
+    cluster.check_reachable(reports)
+    assert [p["node"] for p in reports] == [p["node"] for p in before if p["node"] != dead]
+    assert {p["TORCHELASTIC_RESTART_COUNT"] for p in reports} == {"0"}
     cluster.job.finish()
     assert [node.exit_code() for node in nodes.values()] == [0, 0]
 
@@ -61,29 +61,29 @@ def test_a3_survivors_of_rank_0_share_one_generation_and_master(
 def test_a4_a_host_whose_agent_and_worker_were_killed_is_left_behind(
     cluster: Cluster, backend: str
 ) -> None:
-    flags = (*cluster.rendezvous_flags(backend), *QUICK, "--nnodes", "1:3")
-    nodes = {host.name: host.run(*flags) for host in cluster.grow(2)}
+    flags = (*cluster.start_rendezvous(backend), *QUICK, "--nnodes", "1:3")
+    nodes = {host.name: host.start_agent(*flags) for host in cluster.add_hosts(2)}
     before = cluster.job.wait_for_world(2)
     killed = nodes.pop(before[0]["node"])
     os.kill(before[0]["pid"], signal.SIGKILL)
     killed.kill()
-    (place,) = cluster.job.wait_for_world(1, after=generation_of(before))
-    assert place["node"] == before[1]["node"]
-    assert place["TORCHELASTIC_RESTART_COUNT"] == "0"
+    (report,) = cluster.job.wait_for_world(1, after=generation_of(before))
+    assert report["node"] == before[1]["node"]
+    assert report["TORCHELASTIC_RESTART_COUNT"] == "0"
     cluster.job.finish()
     assert [node.exit_code() for node in nodes.values()] == [0]
 
 
 def test_a4_a_killed_agent_is_missed_at_once_where_its_connection_breaks(cluster: Cluster) -> None:
     conf = ("--rdzv-conf", "keep_alive_interval=6,last_call_timeout=0.3")
-    flags = (*cluster.rendezvous_flags("tcp"), "--nnodes", "1:2", *conf)
-    nodes = {host.name: host.run(*flags) for host in cluster.grow(2)}
+    flags = (*cluster.start_rendezvous("tcp"), "--nnodes", "1:2", *conf)
+    nodes = {host.name: host.start_agent(*flags) for host in cluster.add_hosts(2)}
     before = cluster.job.wait_for_world(2)
     nodes.pop(before[0]["node"]).kill()
     killed_at = time.monotonic()
-    (place,) = cluster.job.wait_for_world(1, after=generation_of(before))
+    (report,) = cluster.job.wait_for_world(1, after=generation_of(before))
     assert time.monotonic() - killed_at < 15.0, "its lease alone ends after 30 s"
-    assert place["node"] == before[1]["node"]
+    assert report["node"] == before[1]["node"]
     cluster.job.finish()
     assert [node.exit_code() for node in nodes.values()] == [0]
 
@@ -92,13 +92,13 @@ def test_a4_a_killed_agent_is_missed_at_once_where_its_connection_breaks(cluster
 def test_a4_the_power_loss_of_a_host_is_noticed_within_its_lease(
     cluster: Cluster, backend: str
 ) -> None:
-    flags = (*cluster.rendezvous_flags(backend), *QUICK, "--nnodes", "1:3")
+    flags = (*cluster.start_rendezvous(backend), *QUICK, "--nnodes", "1:3")
     _lose_a_host(cluster, flags, within=2 * LEASE + 8.0)
 
 
 def test_a4_the_power_loss_of_a_host_is_noticed_within_the_usual_lease(cluster: Cluster) -> None:
     flags = (
-        *cluster.rendezvous_flags("tcp"),
+        *cluster.start_rendezvous("tcp"),
         "--nnodes",
         "2:3",
         "--rdzv-conf",
@@ -110,7 +110,7 @@ def test_a4_the_power_loss_of_a_host_is_noticed_within_the_usual_lease(cluster: 
 def _lose_a_host(
     cluster: Cluster, flags: tuple[str, ...], *, within: float, hosts: int = 2
 ) -> None:
-    nodes = {host.name: host.run(*flags) for host in cluster.grow(hosts)}
+    nodes = {host.name: host.start_agent(*flags) for host in cluster.add_hosts(hosts)}
     before = cluster.job.wait_for_world(hosts)
     dead = cluster.host_of(before[0])
     del nodes[dead.name]
@@ -120,8 +120,8 @@ def _lose_a_host(
     assert time.monotonic() - lost_at < within
     check_consistent_world(after)
     cluster.check_reachable(after)
-    assert [place["node"] for place in after] == [place["node"] for place in before[1:]]
-    assert not any(alive(place["pid"]) for place in before)
+    assert [report["node"] for report in after] == [report["node"] for report in before[1:]]
+    assert not any(is_alive(report["pid"]) for report in before)
     cluster.job.finish()
     assert [node.exit_code() for node in nodes.values()] == [0] * (hosts - 1)
 
@@ -130,14 +130,14 @@ def _lose_a_host(
 def test_a5_a_host_that_keeps_failing_leaves_and_the_other_goes_on(
     cluster: Cluster, backend: str
 ) -> None:
-    flags = (*cluster.rendezvous_flags(backend), *QUICK, "--nnodes", "1:3", "--max-restarts", "1")
-    good, bad = (host.run(*flags) for host in cluster.grow(2))
+    flags = (*cluster.start_rendezvous(backend), *QUICK, "--nnodes", "1:3", "--max-restarts", "1")
+    good, bad = (host.start_agent(*flags) for host in cluster.add_hosts(2))
     before = cluster.job.wait_for_world(2)
     (cluster.job.folder / f"fail.{bad.name}").touch()
     assert bad.exit_code() == 1
     assert "the job continues without it (1 of 1 restarts used)" in bad.text
-    (place,) = cluster.job.wait_for_world(1, after=generation_of(before) + 1)
-    assert place["node"] == good.name
+    (report,) = cluster.job.wait_for_world(1, after=generation_of(before) + 1)
+    assert report["node"] == good.name
     cluster.job.finish()
     assert good.exit_code() == 0
 
@@ -155,25 +155,28 @@ def test_a12_a_host_whose_clock_is_a_minute_off_is_a_host_like_any_other(
 ) -> None:
     (tmp_path / "skew").mkdir()
     (tmp_path / "skew" / "sitecustomize.py").write_text(SKEW.format(seconds=-60))
-    flags = (*cluster.rendezvous_flags(backend), *QUICK, "--nnodes", "2")
-    right, wrong = cluster.grow(2)
-    nodes = [right.run(*flags), wrong.run(*flags, PYTHONPATH=str(tmp_path / "skew"))]
-    places = cluster.job.wait_for_world(2)
-    check_consistent_world(places)
+    flags = (*cluster.start_rendezvous(backend), *QUICK, "--nnodes", "2")
+    right, wrong = cluster.add_hosts(2)
+    nodes = [
+        right.start_agent(*flags),
+        wrong.start_agent(*flags, PYTHONPATH=str(tmp_path / "skew")),
+    ]
+    reports = cluster.job.wait_for_world(2)
+    check_consistent_world(reports)
     # Long enough for each to have found the other silent, had it believed its clock.
-    cluster.job.check_unchanged(places, 1.5 * LEASE)
+    cluster.job.check_unchanged(reports, 1.5 * LEASE)
     cluster.job.finish()
     assert [node.exit_code() for node in nodes] == [0, 0]
-    assert not cluster.job.places(generation_of(places) + 1)
+    assert not cluster.job.reports(generation_of(reports) + 1)
 
 
 @pytest.mark.parametrize("backend", TCP_BY_DAY)
 def test_a20_a_host_that_waits_for_others_leaves_when_it_is_asked_to(
     cluster: Cluster, backend: str
 ) -> None:
-    flags = (*cluster.rendezvous_flags(backend), *QUICK, "--nnodes", "2")
-    waiting, *others = cluster.grow(3)
-    agent = waiting.run(*flags)
+    flags = (*cluster.start_rendezvous(backend), *QUICK, "--nnodes", "2")
+    waiting, *others = cluster.add_hosts(3)
+    agent = waiting.start_agent(*flags)
     agent.wait_for_log("1 of at least 2 nodes are here")
     asked_at = time.monotonic()
     agent.signal(signal.SIGTERM)
@@ -182,8 +185,8 @@ def test_a20_a_host_that_waits_for_others_leaves_when_it_is_asked_to(
     assert "STOPPED: received SIGTERM" in agent.text
     assert "Traceback" not in agent.text
     # It left the rendezvous too: nobody counts it among those that are here.
-    nodes = [host.run(*flags) for host in others]
-    places = cluster.job.wait_for_world(2)
-    assert {place["node"] for place in places} == {host.name for host in others}
+    nodes = [host.start_agent(*flags) for host in others]
+    reports = cluster.job.wait_for_world(2)
+    assert {report["node"] for report in reports} == {host.name for host in others}
     cluster.job.finish()
     assert [node.exit_code() for node in nodes] == [0, 0]

@@ -16,8 +16,8 @@ from typing import ClassVar
 import attrs
 import pytest
 from jobs import PROGRAMS, Job, Node
-from processes import workers_of
-from traces import survey
+from processes import find_workers
+from traces import read_traces
 
 from elasticlib import CheckpointManager
 from elasticlib.testing.waiting import wait_until
@@ -109,7 +109,7 @@ def weights_of(node: Node, steps: int) -> str:
 
 def kill_a_worker(node: Node, dice: random.Random) -> None:
     os.kill(
-        dice.choice(wait_until("workers to kill", lambda: workers_of(node.pid))), signal.SIGKILL
+        dice.choice(wait_until("workers to kill", lambda: find_workers(node.pid))), signal.SIGKILL
     )
 
 
@@ -139,7 +139,7 @@ class Nodes:
     SIZES: ClassVar = {"a": 2, "b": 2, "c": 1}
 
     def __init__(self, run: Run) -> None:
-        store = run.job.store()
+        store = run.job.start_store()
         place = ("--nnodes", "1:3", "--rdzv-id", "storm", "--rdzv-endpoint", store)
         self._run = run
         self._flags = (*place, *PATIENT, "--rdzv-conf", "last_call_timeout=0.2")
@@ -153,7 +153,7 @@ class Nodes:
 
     def at_work(self) -> list[str]:
         """Those that have come so far as to have workers, from old to new."""
-        return [name for name, node in self.all.items() if workers_of(node.pid)]
+        return [name for name, node in self.all.items() if find_workers(node.pid)]
 
     def replace(self, turn: int) -> Node:
         """Another node starts for the one that has been there for longest, which is returned."""
@@ -222,8 +222,8 @@ def test_a_job_that_fails_for_good_leaves_its_last_step_on_the_disk(job: Job) ->
     weights_of(again, run.steps)
     ((state,),) = [[e for e in events if e.kind == "state.restored"] for events in job.events()]
     assert (state.data["source"], state.data["step"]) == ("disk", kept)
-    told = survey(run.trace)  # of both launches, in each of which generations count from 1
-    assert told.exactly_once(SAMPLES)
+    told = read_traces(run.trace)  # of both launches, in each of which generations count from 1
+    assert told.used_exactly_once(SAMPLES)
     assert told.steps == run.steps
 
 
@@ -249,8 +249,8 @@ def check_nothing_is_lost(
     committed: generations, each with the newest step on the disk before it was disturbed.
     drained: those that ended by a drain.
     """
-    told = survey(run.trace)
-    assert told.exactly_once(SAMPLES)
+    told = read_traces(run.trace)
+    assert told.used_exactly_once(SAMPLES)
     assert told.steps == run.steps
     assert run.committed() == run.steps
     generations = run.generations()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from jobs import PATIENT, PROGRAMS, WITHOUT_TORCH, Job, Node, generation_of
-from processes import name_of
+from processes import read_name
 
 from elasticlib.testing.waiting import wait_until
 
@@ -34,7 +34,7 @@ def at_work(job: Job, *arguments: str) -> dict[str, Any]:
 
 
 def stepping(job: Job, name: str, *flags: str) -> Node:
-    command = job.agent(*SPAWN, *flags, program=STEPS)
+    command = job.agent_command(*SPAWN, *flags, program=STEPS)
     return job.start(name, *command, PYTHONPATH=WITHOUT_TORCH, NODE=name)
 
 
@@ -42,13 +42,13 @@ def stepping(job: Job, name: str, *flags: str) -> Node:
 def test_two_nodes_tell_where_they_stand_and_who_stands_still_is_named(
     job: Job, backend: str
 ) -> None:
-    endpoint = job.store() if backend == "tcp" else str(job.folder / "meeting")
+    endpoint = job.start_store() if backend == "tcp" else str(job.folder / "meeting")
     meet = ("--nnodes", "2", "--rdzv-backend", backend, "--rdzv-endpoint", endpoint)
     # Whoever stands still keeps its lease for as long as that is looked at.
     lease = ("--rdzv-conf", "keep_alive_interval=4")
     flags = (*meet, "--rdzv-id", "the job", "--max-restarts", "2", *lease)
     nodes = [stepping(job, name, *flags) for name in "ab"]
-    places = job.wait_for_world(2)
+    reports = job.wait_for_world(2)
     place = ("--rdzv-backend", backend, endpoint)
     found = at_work(job, *place)
     assert (found["run"], found["state"], found["source"]) == ("the job", "RUNNING", "nodes")
@@ -56,7 +56,7 @@ def test_two_nodes_tell_where_they_stand_and_who_stands_still_is_named(
     assert [node["rank"] for node in found["nodes"]] == [0, 1]
     assert {node["pid"] for node in found["nodes"]} == {node.pid for node in nodes}
     assert {w["name"] for n in found["nodes"] for w in n["workers"]} == {
-        f"pid {place['pid']}" for place in places
+        f"pid {report['pid']}" for report in reports
     }
     # By the job's name, as this machine remembers it, and its steps go on.
     again = wait_until("steps", lambda: _past(found["step"] or 0, job.status("the job")))
@@ -91,19 +91,19 @@ def test_a_job_is_seen_waiting_restarting_and_failed(job: Job) -> None:
         "--nnodes",
         "2",
         "--rdzv-endpoint",
-        job.store("--secret-file", str(secret)),
+        job.start_store("--secret-file", str(secret)),
         "--rdzv-id",
         "job",
     )
     flags = (*meet, "--rdzv-conf", f"last_call_timeout=0.3,secret_file={secret}")
     budget = ("--max-restarts", "1")
-    nodes = [job.run("a", *flags, *budget, PYTHONPATH=WITHOUT_TORCH, NODE="a")]
+    nodes = [job.start_agent("a", *flags, *budget, PYTHONPATH=WITHOUT_TORCH, NODE="a")]
     known = ("--secret-file", str(secret), meet[3])
     waits = wait_until("a node", lambda: _waits(job, *known))
     assert waits["nodes"][0]["state"] == "RENDEZVOUS"
     _, refused = job.run_command("status", *PATIENT, meet[3], code=4)
     assert "secret" in refused
-    nodes.append(job.run("b", *flags, *budget, PYTHONPATH=WITHOUT_TORCH, NODE="b"))
+    nodes.append(job.start_agent("b", *flags, *budget, PYTHONPATH=WITHOUT_TORCH, NODE="b"))
     first = job.wait_for_world(2)
     os.kill(first[0]["pid"], signal.SIGKILL)
     second = job.wait_for_world(2, after=generation_of(first))
@@ -159,7 +159,7 @@ def test_stacks_of_ranks_that_sleep_in_python_and_in_c_and_of_one_that_is_stoppe
     script.write_text(SLEEPS)
     flags = ("--standalone", "--start-method", "spawn", "--nproc-per-node", "4")
     node = job.start(
-        "a", *job.agent(*flags, program=str(script)), PYTHONPATH=WITHOUT_TORCH, NODE="a"
+        "a", *job.agent_command(*flags, program=str(script)), PYTHONPATH=WITHOUT_TORCH, NODE="a"
     )
     wait_until("all ranks", lambda: len(list(job.folder.glob("up.*"))) == 4)
     stacks(
@@ -195,10 +195,10 @@ def test_a_worker_that_became_another_program_is_not_hurt_by_the_question(job: J
     script = job.folder / "becomes.py"
     script.write_text(BECOMES)
     flags = ("--standalone", "--start-method", "spawn")
-    node = job.start("a", *job.agent(*flags, program=str(script)), PYTHONPATH=WITHOUT_TORCH)
+    node = job.start("a", *job.agent_command(*flags, program=str(script)), PYTHONPATH=WITHOUT_TORCH)
 
     def became() -> bool:
-        return "sleep" in map(name_of, job.processes())
+        return "sleep" in map(read_name, job.processes())
 
     wait_until("the worker to be another program", became)
     stacks(job, "has become another program")

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from jobs import WITHOUT_TORCH, Job, Node, alive, check_consistent_world, generation_of
+from jobs import WITHOUT_TORCH, Job, Node, check_consistent_world, generation_of, is_alive
 
 from elasticlib.testing.waiting import wait_until
 
@@ -19,14 +19,14 @@ def flags(endpoint: str, nodes: str, *more: str) -> tuple[str, ...]:
 
 
 def test_a2_a_second_node_joins_and_both_are_one_world(job: Job) -> None:
-    endpoint = job.store()
+    endpoint = job.start_store()
     conf = ("--rdzv-conf", "last_call_timeout=0.5")
-    first = job.run("a", *flags(endpoint, "1:3", *conf))
+    first = job.start_agent("a", *flags(endpoint, "1:3", *conf))
     generation = generation_of(job.wait_for_world(1))
-    second = job.run("b", *flags(endpoint, "1:3", *conf))
-    places = job.wait_for_world(2, after=generation)
-    check_consistent_world(places)
-    assert [place["node"] for place in places] == ["a", "b"]
+    second = job.start_agent("b", *flags(endpoint, "1:3", *conf))
+    reports = job.wait_for_world(2, after=generation)
+    check_consistent_world(reports)
+    assert [report["node"] for report in reports] == ["a", "b"]
     job.finish()
     assert (first.exit_code(), second.exit_code()) == (0, 0)
     # The first was left to train until the last call was over.
@@ -35,45 +35,45 @@ def test_a2_a_second_node_joins_and_both_are_one_world(job: Job) -> None:
 
 
 def test_a3_survivors_of_rank_0_share_one_generation_and_master(job: Job) -> None:
-    endpoint = job.store()
-    nodes = {name: job.run(name, *flags(endpoint, "2:3")) for name in "abc"}
+    endpoint = job.start_store()
+    nodes = {name: job.start_agent(name, *flags(endpoint, "2:3")) for name in "abc"}
     before = job.wait_for_world(3)
     dead = before[0]["node"]
     nodes[dead].kill()
-    places = job.wait_for_world(2, after=generation_of(before))
-    check_consistent_world(places)
-    assert [p["node"] for p in places] == [p["node"] for p in before if p["node"] != dead]
-    assert {p["TORCHELASTIC_RESTART_COUNT"] for p in places} == {"0"}
+    reports = job.wait_for_world(2, after=generation_of(before))
+    check_consistent_world(reports)
+    assert [p["node"] for p in reports] == [p["node"] for p in before if p["node"] != dead]
+    assert {p["TORCHELASTIC_RESTART_COUNT"] for p in reports} == {"0"}
     job.finish()
     assert [n.exit_code() for name, n in nodes.items() if name != dead] == [0, 0]
 
 
 @pytest.mark.parametrize("backend", ["tcp", "file"])
 def test_a4_the_death_of_a_busy_node_is_noticed(job: Job, tmp_path: Path, backend: str) -> None:
-    endpoint = job.store() if backend == "tcp" else str(tmp_path / "meeting")
+    endpoint = job.start_store() if backend == "tcp" else str(tmp_path / "meeting")
     place = ("--rdzv-backend", backend, "--rdzv-endpoint", endpoint, "--rdzv-id", "job")
     flags = ("--nnodes", "1:3", *place)
-    nodes = {name: job.run(name, *flags) for name in "ab"}
+    nodes = {name: job.start_agent(name, *flags) for name in "ab"}
     before = job.wait_for_world(2)
     dead, alive = before[1]["node"], before[0]["node"]
     nodes[dead].kill()
-    places = job.wait_for_world(1, after=generation_of(before))
-    assert places[0]["node"] == alive
+    reports = job.wait_for_world(1, after=generation_of(before))
+    assert reports[0]["node"] == alive
     job.finish()
     assert nodes[alive].exit_code() == 0
 
 
 def test_a5_a_node_that_keeps_failing_leaves_and_the_other_goes_on(job: Job) -> None:
-    endpoint = job.store()
+    endpoint = job.start_store()
     more = ("--max-restarts", "2")
-    good = job.run("good", *flags(endpoint, "1:3", *more))
-    bad = job.run("bad", *flags(endpoint, "1:3", *more))
+    good = job.start_agent("good", *flags(endpoint, "1:3", *more))
+    bad = job.start_agent("bad", *flags(endpoint, "1:3", *more))
     job.wait_for_world(2)
     (job.folder / "fail.bad").touch()
     assert bad.exit_code() == 1
     assert "the job continues without it (2 of 2 restarts used)" in bad.text
-    places = job.wait_for_world(1, after=3)
-    assert places[0]["node"] == "good"
+    reports = job.wait_for_world(1, after=3)
+    assert reports[0]["node"] == "good"
     job.finish()
     assert good.exit_code() == 0
 
@@ -88,20 +88,20 @@ time.time = lambda: wall() + {seconds}
 def test_a12_a_wall_clock_a_minute_off_changes_nothing(job: Job, tmp_path: Path) -> None:
     (tmp_path / "skew").mkdir()
     (tmp_path / "skew" / "sitecustomize.py").write_text(SKEW.format(seconds=-60))
-    endpoint = job.store()
-    right = job.run("right", *flags(endpoint, "2"))
-    wrong = job.run("wrong", *flags(endpoint, "2"), PYTHONPATH=str(tmp_path / "skew"))
-    places = job.wait_for_world(2)
-    check_consistent_world(places)
+    endpoint = job.start_store()
+    right = job.start_agent("right", *flags(endpoint, "2"))
+    wrong = job.start_agent("wrong", *flags(endpoint, "2"), PYTHONPATH=str(tmp_path / "skew"))
+    reports = job.wait_for_world(2)
+    check_consistent_world(reports)
     job.finish()
     assert (right.exit_code(), wrong.exit_code()) == (0, 0)
-    assert not job.places(generation_of(places) + 1)
+    assert not job.reports(generation_of(reports) + 1)
 
 
 def test_a_stopped_agent_wakes_to_a_world_without_it_and_rejoins(job: Job) -> None:
-    endpoint = job.store()
+    endpoint = job.start_store()
     conf = ("--rdzv-conf", "keep_alive_interval=0.2,last_call_timeout=0.5")
-    nodes = {name: job.run(name, *flags(endpoint, "1:2", *conf)) for name in "ab"}
+    nodes = {name: job.start_agent(name, *flags(endpoint, "1:2", *conf)) for name in "ab"}
     before = job.wait_for_world(2)
     asleep = nodes[before[1]["node"]]
     asleep.signal(signal.SIGSTOP)
@@ -109,18 +109,18 @@ def test_a_stopped_agent_wakes_to_a_world_without_it_and_rejoins(job: Job) -> No
     asleep.signal(signal.SIGCONT)
     again = job.wait_for_world(2, after=generation_of(alone))
     check_consistent_world(again)
-    assert before[1]["pid"] not in {place["pid"] for place in again}
-    assert not alive(before[1]["pid"])
+    assert before[1]["pid"] not in {report["pid"] for report in again}
+    assert not is_alive(before[1]["pid"])
     job.finish()
     assert [node.exit_code() for node in nodes.values()] == [0, 0]
 
 
 def test_one_spare_is_wanted_and_takes_over_and_another_is_sent_away(job: Job) -> None:
-    endpoint = job.store()
+    endpoint = job.start_store()
     more = ("--spares", "1", "--rdzv-conf", "keep_alive_interval=0.2")
 
     def start(name: str) -> Node:
-        return job.run(name, *flags(endpoint, "2", *more), PYTHONPATH=WITHOUT_TORCH)
+        return job.start_agent(name, *flags(endpoint, "2", *more), PYTHONPATH=WITHOUT_TORCH)
 
     members = {name: start(name) for name in "ab"}
     before = job.wait_for_world(2)
@@ -131,25 +131,25 @@ def test_one_spare_is_wanted_and_takes_over_and_another_is_sent_away(job: Job) -
     assert extra[sent_away].exit_code() == 1
     (error,) = re.findall(r"^elasticrun: .*", extra[sent_away].text, re.MULTILINE)
     assert "the job has all the nodes it wants, 2 nodes and 1 spares (--spares)" in error
-    assert not job.places(generation_of(before) + 1)
+    assert not job.reports(generation_of(before) + 1)
     members[before[0]["node"]].kill()
     after = job.wait_for_world(2, after=generation_of(before))
     check_consistent_world(after)
-    assert [place["node"] for place in after] == [before[1]["node"], spare]
+    assert [report["node"] for report in after] == [before[1]["node"], spare]
     job.finish()
     assert (members[before[1]["node"]].exit_code(), extra[spare].exit_code()) == (0, 0)
 
 
 def test_nodes_of_one_topology_get_adjacent_ranks(job: Job) -> None:
-    endpoint = job.store()
+    endpoint = job.start_store()
     racks = dict(zip("abcdef", "xyzxyz", strict=True))
     nodes = [
-        job.run(name, *flags(endpoint, "6", "--topology", rack), PYTHONPATH=WITHOUT_TORCH)
+        job.start_agent(name, *flags(endpoint, "6", "--topology", rack), PYTHONPATH=WITHOUT_TORCH)
         for name, rack in racks.items()
     ]
-    places = job.wait_for_world(6)
-    check_consistent_world(places)
-    order = [racks[place["node"]] for place in places]
+    reports = job.wait_for_world(6)
+    check_consistent_world(reports)
+    order = [racks[report["node"]] for report in reports]
     assert order[0::2] == order[1::2]
     assert set(order[0::2]) == set("xyz")
     job.finish()

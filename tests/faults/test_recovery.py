@@ -11,8 +11,8 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from jobs import PROGRAMS, Job, Node, alive, generation_of, leftover_files
-from processes import footprint, second_servers
+from jobs import PROGRAMS, Job, Node, generation_of, is_alive, leftover_files
+from processes import count_resources, find_second_servers
 
 from elasticlib.testing.waiting import wait_until
 
@@ -28,19 +28,23 @@ MAPPINGS = 8
 def test_a1_every_kill_is_one_recovery_and_one_restart_and_leaks_nothing(
     job: Job, kills: int, nodes: int
 ) -> None:
-    meet = ("--nnodes", "2", "--rdzv-endpoint", job.store()) if nodes == 2 else ("--standalone",)
+    meet = (
+        ("--nnodes", "2", "--rdzv-endpoint", job.start_store()) if nodes == 2 else ("--standalone",)
+    )
     kills //= nodes
     flags = (*meet, "--nproc-per-node", str(4 // nodes), "--max-restarts", str(kills))
-    command = job.agent(*flags, program=SCRIPT)
+    command = job.agent_command(*flags, program=SCRIPT)
     agents = [job.start(name, *command) for name in "ab"[:nodes]]
     draw = random.Random(1)
-    places = job.wait_for_world(4)
+    reports = job.wait_for_world(4)
     before: Counter[str] = Counter()
     for kill in range(1, kills + 1):
-        places = _kill_one(job, draw, places, kill)
+        reports = _kill_one(job, draw, reports, kill)
         if kill == min(WARM_UP, kills):
             # It begins when a fork server is idle, and stays.
-            wait_until("a second fork server", lambda: all(second_servers(a.pid) for a in agents))
+            wait_until(
+                "a second fork server", lambda: all(find_second_servers(a.pid) for a in agents)
+            )
             before = _held(job, agents)
     grown: dict[str, int] = {}
 
@@ -59,16 +63,16 @@ def test_a1_every_kill_is_one_recovery_and_one_restart_and_leaks_nothing(
 
 
 def _kill_one(
-    job: Job, draw: random.Random, places: list[dict[str, Any]], kill: int
+    job: Job, draw: random.Random, reports: list[dict[str, Any]], kill: int
 ) -> list[dict[str, Any]]:
     """The places after this kill, which has been recovered from at once."""
-    os.kill(draw.choice(places)["pid"], signal.SIGKILL)
-    after = job.wait_for_world(4, after=generation_of(places))
-    assert generation_of(after) == generation_of(places) + 1
-    assert {place["TORCHELASTIC_RESTART_COUNT"] for place in after} == {str(kill)}
-    assert not any(alive(place["pid"]) for place in places)
+    os.kill(draw.choice(reports)["pid"], signal.SIGKILL)
+    after = job.wait_for_world(4, after=generation_of(reports))
+    assert generation_of(after) == generation_of(reports) + 1
+    assert {report["TORCHELASTIC_RESTART_COUNT"] for report in after} == {str(kill)}
+    assert not any(is_alive(report["pid"]) for report in reports)
     # Torch's store is one that the attempt before has not written to.
-    [before], [now] = ({place["MASTER_PORT"] for place in found} for found in (places, after))
+    [before], [now] = ({report["MASTER_PORT"] for report in found} for found in (reports, after))
     assert now != before
     return after
 
@@ -76,7 +80,9 @@ def _kill_one(
 def _held(job: Job, agents: list[Node]) -> Counter[str]:
     held: Counter[str] = Counter()
     for agent in agents:
-        held.update({f"{what} of {agent.name}": n for what, n in footprint(agent.pid).items()})
+        held.update(
+            {f"{what} of {agent.name}": n for what, n in count_resources(agent.pid).items()}
+        )
     held["processes"] = len(job.processes())
     # Unlike a glob, a walk does not mind what goes meanwhile.
     walks = itertools.chain.from_iterable(map(os.walk, leftover_files(job.temporary)))

@@ -32,11 +32,11 @@ class Told:
 def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
     folder = tmp_path_factory.mktemp("two")
     job = Job(folder)
-    flags = ("--nnodes", "2", "--rdzv-endpoint", job.store())
+    flags = ("--nnodes", "2", "--rdzv-endpoint", job.start_store())
     nodes = []
     for name, role, workers in (("a", "reader", "1"), ("b", "trainer", "2")):
         own = ("--role", role, "--nproc-per-node", workers, "--log-dir", str(folder / name))
-        command = job.agent(*flags, *own, program=SCRIPT, worker=("2",))
+        command = job.agent_command(*flags, *own, program=SCRIPT, worker=("2",))
         nodes.append(job.start(name, *command, PYTHONPATH=WITHOUT_TORCH))
     codes = [node.exit_code() for node in nodes]
     assert codes == [1, 1]

@@ -43,7 +43,7 @@ def kept(job: Job, step: int, world: int) -> str:
 def two_nodes(job: Job, *flags: str) -> tuple[dict[str, Node], list[dict[str, Any]]]:
     """Of two workers each, which have kept step 3."""
     permit(job, 3)
-    meet = ("--rdzv-endpoint", job.store(), "--rdzv-id", "first")
+    meet = ("--rdzv-endpoint", job.start_store(), "--rdzv-id", "first")
     place = ("--nproc-per-node", "2", *meet, *SOON, *flags)
     nodes = {n: job.start(n, *LAUNCH, *place, WORKER, str(job.folder)) for n in "ab"}
     return nodes, job.wait_for_world(4, seconds=PATIENT)
@@ -51,14 +51,14 @@ def two_nodes(job: Job, *flags: str) -> tuple[dict[str, Node], list[dict[str, An
 
 def goes_on(job: Job, step: int, digest: str) -> None:
     """Another launch, of three ranks, begins with this state."""
-    for file in job.folder.glob("place.*.json"):
+    for file in job.folder.glob("report.*.json"):
         file.unlink()
     flags = ("--standalone", "--nproc-per-node", "3")
     node = job.start("again", *LAUNCH, *flags, WORKER, str(job.folder))
-    places = job.wait_for_world(3, seconds=PATIENT)
-    assert {place["restored"] for place in places} == {step}
-    assert {place["source"] for place in places} == {"disk"}
-    assert {place["digest"] for place in places} == {digest}
+    reports = job.wait_for_world(3, seconds=PATIENT)
+    assert {report["restored"] for report in reports} == {step}
+    assert {report["source"] for report in reports} == {"disk"}
+    assert {report["digest"] for report in reports} == {digest}
     job.finish()
     assert node.exit_code(PATIENT) == 0
 
@@ -79,13 +79,13 @@ def test_a_job_of_two_nodes_that_is_told_to_end_leaves_its_last_step_on_the_disk
 
 @pytest.mark.timeout(300)
 def test_what_a_killed_node_had_given_away_is_written_by_those_that_have_it(job: Job) -> None:
-    nodes, places = two_nodes(job, "--nnodes", "2", "--snapshot-replicas", "1")
+    nodes, reports = two_nodes(job, "--nnodes", "2", "--snapshot-replicas", "1")
     digest = kept(job, 3, world=4)
-    stays, goes = places[0], places[2]
+    stays, goes = reports[0], reports[2]
     wait_until("replicas", holds(stays["memory"], step=3, owner="1", parts={2, 3}))
     nodes[goes["node"]].signal(signal.SIGSTOP)  # it is not to see that its workers are gone
-    for place in places[2:]:
-        os.kill(place["pid"], signal.SIGKILL)
+    for report in reports[2:]:
+        os.kill(report["pid"], signal.SIGKILL)
     nodes[goes["node"]].kill()
     survivor = nodes[stays["node"]]
     survivor.signal(signal.SIGTERM)
@@ -110,14 +110,14 @@ def test_a_node_that_drains_alone_and_those_that_stay_write_its_last_step_togeth
     job: Job,
 ) -> None:
     flags = ("--nnodes", "1:2", "--rdzv-conf", "last_call_timeout=60")
-    nodes, places = two_nodes(job, *flags)
+    nodes, reports = two_nodes(job, *flags)
     digest = kept(job, 3, world=4)
-    goes = nodes[places[2]["node"]]
+    goes = nodes[reports[2]["node"]]
     goes.signal(signal.SIGTERM)
     assert goes.exit_code(PATIENT) == 75
     assert "was not written" not in goes.text, goes.text
-    after = job.wait_for_world(2, after=generation_of(places), seconds=PATIENT)
-    assert {place["restored"] for place in after} == {3}
-    assert {place["digest"] for place in after} == {digest}
+    after = job.wait_for_world(2, after=generation_of(reports), seconds=PATIENT)
+    assert {report["restored"] for report in after} == {3}
+    assert {report["digest"] for report in after} == {digest}
     job.finish()
-    assert nodes[places[0]["node"]].exit_code(PATIENT) == 0
+    assert nodes[reports[0]["node"]].exit_code(PATIENT) == 0

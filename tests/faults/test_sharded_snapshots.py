@@ -23,7 +23,7 @@ FLAGS = ("--nnodes", "1:4", "--max-restarts", "100")
 REPLICAS = 2
 BOUND = 120.0
 
-Places = list[dict[str, Any]]
+Reports = list[dict[str, Any]]
 
 
 class Resizing:
@@ -32,7 +32,13 @@ class Resizing:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.nodes: dict[str, Node] = {}
-        self.flags = (*FLAGS, "--rdzv-endpoint", job.store(), "--snapshot-replicas", str(REPLICAS))
+        self.flags = (
+            *FLAGS,
+            "--rdzv-endpoint",
+            job.start_store(),
+            "--snapshot-replicas",
+            str(REPLICAS),
+        )
         self.permit(0)
 
     def start(self, *names: str) -> None:
@@ -46,34 +52,34 @@ class Resizing:
         aside.write_text(str(step))
         aside.rename(self.job.folder / "permit")
 
-    def wait_for_world(self, world: int, after: int = 0) -> Places:
+    def wait_for_world(self, world: int, after: int = 0) -> Reports:
         return self.job.wait_for_world(world, after=after, seconds=BOUND)
 
-    def commit(self, step: int, places: Places) -> str:
+    def commit(self, step: int, reports: Reports) -> str:
         """Train up to this step, until it is committed; the sum of the whole state."""
         self.permit(step)
-        self.is_kept(step, places)
-        path = self.job.folder / f"bits.{generation_of(places)}.{step}"
+        self.is_kept(step, reports)
+        path = self.job.folder / f"bits.{generation_of(reports)}.{step}"
         return str(json.loads(path.read_text()))
 
-    def is_kept(self, step: int, places: Places) -> None:
+    def is_kept(self, step: int, reports: Reports) -> None:
         """Wait until each part of this step lies on as many nodes as there are to be."""
-        world = len(places)
+        world = len(reports)
         copies = min(REPLICAS + 1, world)
 
         def is_committed() -> bool:
-            held = [part for place in places for part in parts_of(place["memory"], step, world)]
+            held = [part for report in reports for part in parts_of(report["memory"], step, world)]
             return all(held.count(part) >= copies for part in range(world))
 
         wait_until(f"step {step} on {copies} nodes each", is_committed, BOUND)
 
-    def kill(self, places: Places) -> None:
+    def kill(self, reports: Reports) -> None:
         """These nodes, worker and agent at one moment."""
-        for place in places:
-            self.nodes[place["node"]].signal(signal.SIGSTOP)
-        for place in places:
-            os.kill(place["pid"], signal.SIGKILL)
-            self.nodes[place["node"]].kill()
+        for report in reports:
+            self.nodes[report["node"]].signal(signal.SIGSTOP)
+        for report in reports:
+            os.kill(report["pid"], signal.SIGKILL)
+            self.nodes[report["node"]].kill()
 
 
 def parts_of(folder: str, step: int, parts: int) -> set[int]:
@@ -82,11 +88,11 @@ def parts_of(folder: str, step: int, parts: int) -> set[int]:
     return {one.part for one in found if (one.step, one.parts, one.sharded) == (step, parts, True)}
 
 
-def check(places: Places, step: int, whole: str) -> None:
+def check(reports: Reports, step: int, whole: str) -> None:
     """All have gone on from this step, with these bits."""
-    assert {place["step"] for place in places} == {step}, places
-    assert {place["bits"] for place in places} == {whole}
-    assert {place["source"] for place in places} <= {"memory", "peer"}
+    assert {report["step"] for report in reports} == {step}, reports
+    assert {report["bits"] for report in reports} == {whole}
+    assert {report["source"] for report in reports} <= {"memory", "peer"}
 
 
 @pytest.mark.timeout(600)
@@ -103,8 +109,8 @@ def test_fsdp2_goes_from_2_to_3_to_1_to_4_ranks_without_a_disk_and_loses_no_comm
     three = run.wait_for_world(3, after=generation_of(two))
     check(three, 5, whole)
     whole = run.commit(9, three)
-    stays = next(place for place in three if place["node"] == "a")
-    run.kill([place for place in three if place is not stays])
+    stays = next(report for report in three if report["node"] == "a")
+    run.kill([report for report in three if report is not stays])
     one = run.wait_for_world(1, after=generation_of(three))
     check(one, 9, whole)
     whole = run.commit(12, one)
@@ -114,7 +120,7 @@ def test_fsdp2_goes_from_2_to_3_to_1_to_4_ranks_without_a_disk_and_loses_no_comm
     check(four, 12, whole)
     # Who had it all is lost before the next step: the others have their parts by then.
     run.is_kept(12, four)
-    run.kill([place for place in four if place["node"] == "a"])
+    run.kill([report for report in four if report["node"] == "a"])
     others = run.wait_for_world(3, after=generation_of(four))
     check(others, 12, whole)
     whole = run.commit(15, others)

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import PROGRAMS, Job, Node, alive, generation_of
+from jobs import PROGRAMS, Job, Node, generation_of, is_alive
 
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint import snapshot_slots
@@ -46,18 +46,18 @@ def test_a_worker_killed_while_it_snapshots_leaves_the_last_whole_one_and_a_drai
     agent = run(job, "a", *flags, worker=("size", str(1 << 21)))
     generation, halves, begun, done = 0, 0, 0, 0
     for _ in range(kills):
-        (place,) = job.wait_for_world(1, after=generation)
-        assert place["wrong"] == []
-        assert (place["held"][0][0] if place["held"] else 0) in {begun, done}, "a step was lost"
-        generation, before = generation_of([place]), done
+        (report,) = job.wait_for_world(1, after=generation)
+        assert report["wrong"] == []
+        assert (report["held"][0][0] if report["held"] else 0) in {begun, done}, "a step was lost"
+        generation, before = generation_of([report]), done
         wait_until("two more", lambda before=before: progress(job)[1] >= before + 2)
         wait_until("one begun", lambda: progress(job)[0] > progress(job)[1])
-        os.kill(place["pid"], signal.SIGKILL)
-        wait_until("its end", lambda pid=place["pid"]: not alive(pid))
+        os.kill(report["pid"], signal.SIGKILL)
+        wait_until("its end", lambda pid=report["pid"]: not is_alive(pid))
         begun, done = progress(job)
         halves += begun > done
     assert halves > kills // 2, "they were to be killed in the middle"
-    (place,) = job.wait_for_world(1, after=generation)
+    (report,) = job.wait_for_world(1, after=generation)
     wait_until("a step", lambda: progress(job)[1] > done)
     agent.signal(signal.SIGUSR2)
     assert agent.exit_code() == 75
@@ -69,12 +69,12 @@ def test_a_worker_killed_while_it_snapshots_leaves_the_last_whole_one_and_a_drai
     state = manager.load()
     assert (state["step"], set(state["numbers"].tolist())) == (written, {float(written)})
     assert len(state["numbers"]) == 1 << 21
-    assert not Path(place["memory"]).exists()
+    assert not Path(report["memory"]).exists()
 
 
 def test_a_second_sigterm_gives_up_a_final_write_that_waits_for_another_node(job: Job) -> None:
     permit(job, 5)
-    flags = ("--nnodes", "2", "--rdzv-endpoint", job.store())
+    flags = ("--nnodes", "2", "--rdzv-endpoint", job.start_store())
     # No lease ends: the stopped node counts as one that may still say which parts it has.
     flags = (*flags, "--rdzv-conf", "keep_alive_max_attempt=1000")
     nodes = {name: run(job, name, *flags, worker=("parts", "paced")) for name in "ab"}
@@ -103,27 +103,27 @@ def test_a_node_that_is_killed_leaves_its_last_snapshot_with_its_buddy_and_nothi
     job: Job,
 ) -> None:
     permit(job, 5)
-    meet = ("--nnodes", "1:2", "--nproc-per-node", "2", "--rdzv-endpoint", job.store())
+    meet = ("--nnodes", "1:2", "--nproc-per-node", "2", "--rdzv-endpoint", job.start_store())
     # Both begin together: who began alone would come to step 5 as well, and be held there.
     flags = (*meet, "--rdzv-conf", "last_call_timeout=60", "--snapshot-replicas", "1")
     nodes = {name: run(job, name, *flags, worker=("parts", "paced")) for name in "ab"}
-    places = job.wait_for_world(4)
-    stays, goes = places[0], places[2]
+    reports = job.wait_for_world(4)
+    stays, goes = reports[0], reports[2]
     wait_until("replicas", lambda: held_by(stays["memory"], 5, "1", {2, 3}))
     wait_until("replicas", lambda: held_by(goes["memory"], 5, "0", {0, 1}))
     # In the middle of the next one, perhaps, its workers and then the agent, which is not to see
     # that they are gone.
     permit(job, 6)
     nodes[goes["node"]].signal(signal.SIGSTOP)
-    for place in places[2:]:
-        os.kill(place["pid"], signal.SIGKILL)
+    for report in reports[2:]:
+        os.kill(report["pid"], signal.SIGKILL)
     nodes[goes["node"]].kill()
-    left = job.wait_for_world(2, after=generation_of(places))
-    assert {place["node"] for place in left} == {stays["node"]}
-    for place in left:
-        assert place["wrong"] == []
+    left = job.wait_for_world(2, after=generation_of(reports))
+    assert {report["node"] for report in left} == {stays["node"]}
+    for report in left:
+        assert report["wrong"] == []
         of_step: dict[int, set[int]] = {}
-        for step, part, parts in place["held"]:
+        for step, part, parts in report["held"]:
             assert parts == 4
             of_step.setdefault(step, set()).add(part)
         newest = max(step for step, parts in of_step.items() if parts == {0, 1, 2, 3})

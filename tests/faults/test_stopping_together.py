@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from jobs import PROGRAMS, WITHOUT_TORCH, Job, Node, check_consistent_world, generation_of
-from processes import waits_of
+from processes import count_waits
 
 from elasticlib.testing.waiting import DEFAULT_TIMEOUT_S, wait_until
 
@@ -25,7 +25,7 @@ def asking(
     job: Job, name: str, *flags: str, worker: tuple[str, ...] = (), resize: str = ""
 ) -> Node:
     fields = {"agent": {"resize_mode": resize}} if resize else None
-    command = job.agent(*flags, program=CONTEXT, worker=worker, fields=fields)
+    command = job.agent_command(*flags, program=CONTEXT, worker=worker, fields=fields)
     return job.start(name, *command, PYTHONPATH=WITHOUT_TORCH)
 
 
@@ -41,11 +41,11 @@ def goes_on(job: Job) -> None:
     wait_until("more steps", lambda: len(trained(job)) > count + 3)
 
 
-def stopped(job: Job, places: list[dict[str, Any]]) -> dict[str, Any]:
+def stopped(job: Job, reports: list[dict[str, Any]]) -> dict[str, Any]:
     """What all ranks of a generation were told, which is the same; `left` is the least."""
-    generation = generation_of(places)
+    generation = generation_of(reports)
     said = []
-    for rank in range(len(places)):
+    for rank in range(len(reports)):
         path = job.folder / f"stopped.{generation}.{rank}"
         wait_until(f"rank {rank} to stop", path.exists)
         said.append(json.loads(path.read_text()))
@@ -57,7 +57,7 @@ def stopped(job: Job, places: list[dict[str, Any]]) -> dict[str, Any]:
 def test_all_ranks_stop_at_one_step_whatever_the_reason_and_no_step_is_lost(
     job: Job, save_seconds: float
 ) -> None:
-    meet = ("--nnodes", "1:3", "--nproc-per-node", "2", "--rdzv-endpoint", job.store())
+    meet = ("--nnodes", "1:3", "--nproc-per-node", "2", "--rdzv-endpoint", job.start_store())
     last = ("--rdzv-conf", "last_call_timeout=0.3")
     seconds, bound = save_seconds + 15, save_seconds + DEFAULT_TIMEOUT_S
     grace = ("--checkpoint-grace", f"{seconds:g}")
@@ -92,7 +92,7 @@ def test_all_ranks_stop_at_one_step_whatever_the_reason_and_no_step_is_lost(
 
 
 def test_a_resize_that_is_to_be_immediate_asks_nobody(job: Job) -> None:
-    meet = ("--nnodes", "1:2", "--rdzv-endpoint", job.store())
+    meet = ("--nnodes", "1:2", "--rdzv-endpoint", job.start_store())
     last = ("--rdzv-conf", "last_call_timeout=0.3")
     nodes = [asking(job, "a", *meet, *last, resize="immediate")]
     one = job.wait_for_world(1)
@@ -105,7 +105,7 @@ def test_a_resize_that_is_to_be_immediate_asks_nobody(job: Job) -> None:
 
 
 def test_workers_that_hang_are_restarted_once_their_stacks_are_written(job: Job) -> None:
-    meet = ("--nnodes", "2", "--rdzv-endpoint", job.store(), "--max-restarts", "1")
+    meet = ("--nnodes", "2", "--rdzv-endpoint", job.start_store(), "--max-restarts", "1")
     logs = {name: job.folder / f"logs-{name}" for name in "ab"}
     watch = ("--hang-timeout", "1.5", "--log-dir")
     hang = ("hang", "1", "20")
@@ -114,7 +114,7 @@ def test_workers_that_hang_are_restarted_once_their_stacks_are_written(job: Job)
     ]
     first = job.wait_for_world(2)
     again = job.wait_for_world(2, after=generation_of(first))
-    assert [place["TORCHELASTIC_RESTART_COUNT"] for place in again] == ["1", "1"]
+    assert [report["TORCHELASTIC_RESTART_COUNT"] for report in again] == ["1", "1"]
     told = r"hung: rank \d on \S+ is at step 19, inactive for \d\.\d s; so are the others"
     for node in nodes:
         assert re.search(told, node.text), node.text
@@ -128,7 +128,7 @@ def test_workers_that_hang_are_restarted_once_their_stacks_are_written(job: Job)
 
 
 def test_a_job_that_is_paused_as_a_whole_goes_on_and_has_not_hung(job: Job) -> None:
-    meet = ("--nnodes", "2", "--rdzv-endpoint", job.store(), "--max-restarts", "1")
+    meet = ("--nnodes", "2", "--rdzv-endpoint", job.start_store(), "--max-restarts", "1")
     nodes = [asking(job, name, *meet, *SHORT, "--hang-timeout", "1.5") for name in "ab"]
     before = job.wait_for_world(2)
     goes_on(job)
@@ -137,13 +137,13 @@ def test_a_job_that_is_paused_as_a_whole_goes_on_and_has_not_hung(job: Job) -> N
     for pid in paused:
         os.kill(pid, signal.SIGSTOP)
     job.check_unchanged(before, 4.0)
-    workers = {place["pid"] for place in before}
-    before_turns = {node.pid: waits_of(node.pid) for node in nodes}
+    workers = {report["pid"] for report in before}
+    before_turns = {node.pid: count_waits(node.pid) for node in nodes}
     for pid in paused - workers:
         os.kill(pid, signal.SIGCONT)
 
     def turn() -> bool:
-        return all(waits_of(pid) > waits + 1 for pid, waits in before_turns.items())
+        return all(count_waits(pid) > waits + 1 for pid, waits in before_turns.items())
 
     wait_until("the agents to be at work again, before any worker makes a step", turn)
     for pid in workers:

@@ -21,7 +21,9 @@ ALONE = ("--standalone", "--max-restarts=3")
 
 def start(job: Job, name: str, device: str, *flags: str, words: tuple[str, ...] = ()) -> Node:
     backend = "nccl" if "nccl" in words else "gloo"
-    return job.start(name, *job.agent(*flags, program=WORKER, worker=(device, backend, *words)))
+    return job.start(
+        name, *job.agent_command(*flags, program=WORKER, worker=(device, backend, *words))
+    )
 
 
 def steps_done(job: Job, least: int) -> int:
@@ -41,40 +43,45 @@ def end(job: Job, *nodes: Node) -> None:
     assert [node.exit_code(120) for node in nodes] == [0] * len(nodes)
 
 
-def pid_of(places: list[dict[str, Any]]) -> int:
-    return int(places[-1]["pid"])
+def pid_of(reports: list[dict[str, Any]]) -> int:
+    return int(reports[-1]["pid"])
 
 
 def test_forked_workers_use_a_gpu_that_their_fork_server_never_touched(
     job: Job, device: str
 ) -> None:
     node = start(job, "a", device, *ALONE, "--nproc-per-node=2")
-    places = job.wait_for_world(2, seconds=120)
-    assert {place["parent"] for place in places} == {"fork-server"}
-    assert {place["parents_gpu_files"] for place in places} == {0}
-    assert all(bool(place["gpu_files"]) is (device == "cuda") for place in places)
-    os.kill(pid_of(places), signal.SIGKILL)
-    again = job.wait_for_world(2, after=generation_of(places), seconds=120)
-    assert {place["parents_gpu_files"] for place in again} == {0}
+    reports = job.wait_for_world(2, seconds=120)
+    assert {report["parent"] for report in reports} == {"fork-server"}
+    assert {report["parents_gpu_files"] for report in reports} == {0}
+    assert all(bool(report["gpu_files"]) is (device == "cuda") for report in reports)
+    os.kill(pid_of(reports), signal.SIGKILL)
+    again = job.wait_for_world(2, after=generation_of(reports), seconds=120)
+    assert {report["parents_gpu_files"] for report in again} == {0}
     end(job, node)
 
 
 def test_two_gloo_ranks_on_one_gpu_live_through_a_kill_a_join_and_a_drain(
     job: Job, device: str
 ) -> None:
-    meet = (f"--rdzv-endpoint={job.store()}", "--rdzv-id=gpu", "--nnodes=1:2", "--max-restarts=3")
+    meet = (
+        f"--rdzv-endpoint={job.start_store()}",
+        "--rdzv-id=gpu",
+        "--nnodes=1:2",
+        "--max-restarts=3",
+    )
     meet = (*meet, "--rdzv-conf=last_call_timeout=0.1")
     first = start(job, "a", device, *meet)
     generation = generation_of(job.wait_for_world(1, seconds=120))
     before = steps_done(job, 3)
     second = start(job, "b", device, *meet)
     both = job.wait_for_world(2, after=generation, seconds=120)
-    assert all(place["resumed"] >= before for place in both)
+    assert all(report["resumed"] >= before for report in both)
     before = steps_done(job, before + 3)
     os.kill(pid_of(both), signal.SIGKILL)
     again = job.wait_for_world(2, after=generation_of(both), seconds=120)
     # The step under way and the one before it, which may not be kept by both yet.
-    assert all(place["resumed"] >= before - 1 for place in again)
+    assert all(report["resumed"] >= before - 1 for report in again)
     before = steps_done(job, before + 3)
     second.signal(signal.SIGUSR2)
     assert second.exit_code(120) == 75
@@ -85,10 +92,10 @@ def test_two_gloo_ranks_on_one_gpu_live_through_a_kill_a_join_and_a_drain(
 
 def test_nccl_works_with_one_rank_and_again_after_it_was_killed(job: Job, cuda: str) -> None:
     node = start(job, "a", cuda, *ALONE, words=("nccl",))
-    places = job.wait_for_world(1, seconds=120)
+    reports = job.wait_for_world(1, seconds=120)
     steps_done(job, 3)
-    os.kill(pid_of(places), signal.SIGKILL)
-    again = job.wait_for_world(1, after=generation_of(places), seconds=120)
+    os.kill(pid_of(reports), signal.SIGKILL)
+    again = job.wait_for_world(1, after=generation_of(reports), seconds=120)
     assert again[0]["resumed"] >= 2
     end(job, node)
 
@@ -105,9 +112,9 @@ def test_a_kernel_that_never_ends_is_a_hang_and_the_next_generation_goes_on(
     job: Job, device: str
 ) -> None:
     node = start(job, "a", device, *ALONE, "--hang-timeout=10", words=("endless",))
-    places = job.wait_for_world(1, seconds=120)
+    reports = job.wait_for_world(1, seconds=120)
     # The limit is 15 minutes until steps are known, and ten of them are by then.
-    again = job.wait_for_world(1, after=generation_of(places), seconds=120)
+    again = job.wait_for_world(1, after=generation_of(reports), seconds=120)
     assert again[0]["resumed"] >= 10
     assert "hung: " in node.text
     end(job, node)

@@ -33,11 +33,11 @@ def gpu_files(pid: int | str) -> int:
 
 
 def report(folder: Path, where: torch.device, resumed: int) -> None:
-    place = {name: os.environ.get(name, "") for name in NAMES} | {"pid": os.getpid()}
+    report = {name: os.environ.get(name, "") for name in NAMES} | {"pid": os.getpid()}
     # torchrun, beside which the benchmark runs this, counts restarts alone.
-    generation = place["ELASTICLIB_GENERATION"] or os.environ["TORCHELASTIC_RESTART_COUNT"]
+    generation = report["ELASTICLIB_GENERATION"] or os.environ["TORCHELASTIC_RESTART_COUNT"]
     parent = os.getppid()
-    place |= {
+    report |= {
         "node": os.environ.get("NODE", ""),
         "resumed": resumed,
         "gpu_files": gpu_files("self"),
@@ -46,8 +46,8 @@ def report(folder: Path, where: torch.device, resumed: int) -> None:
         "processors": sorted(os.sched_getaffinity(0)),
         "device": torch.cuda.get_device_name(where) if where.type == "cuda" else "cpu",
     }
-    name = f"place.{generation}.{place['RANK']}.{os.getpid()}"
-    (folder / f"{name}.part").write_text(json.dumps(place))
+    name = f"report.{generation}.{report['RANK']}.{os.getpid()}"
+    (folder / f"{name}.part").write_text(json.dumps(report))
     (folder / f"{name}.part").rename(folder / f"{name}.json")
 
 

@@ -12,9 +12,9 @@ import time
 
 import attrs
 import pytest
-from in_place_runs import Training, Worker, kill, needs_newest, pids, undisturbed
+from in_place_runs import Training, Worker, kill, needs_newest, pids, train_undisturbed
 from jobs import Job
-from processes import alive
+from processes import is_alive
 
 from elasticlib.testing.waiting import wait_until
 
@@ -58,7 +58,7 @@ class Storm:
         meet: tuple[str, ...] = ("--standalone",)
         if shape.nodes > 1:
             size = ("--nnodes", f"1:{shape.nodes}", "--rdzv-conf", "last_call_timeout=0.3")
-            meet = (*size, "--rdzv-endpoint", job.store())
+            meet = (*size, "--rdzv-endpoint", job.start_store())
         self._flags = (*meet, "--rdzv-id", "storm", "--nproc-per-node", str(shape.workers))
         self._started = 0
         self.training.pace(shape.pace)
@@ -76,7 +76,7 @@ class Storm:
             lost = self.dice.choice(sorted({worker.node for worker in before}))
             self.training.nodes.pop(lost).kill()
             killed = pids(worker for worker in before if worker.node == lost)
-            wait_until("its workers to exit", lambda: not any(map(alive, killed)))
+            wait_until("its workers to exit", lambda: not any(map(is_alive, killed)))
             self.add_node()
             return pids(before) - killed
         # Usually one worker is killed; otherwise more are killed while the next group forms.
@@ -101,10 +101,10 @@ def test_survivors_continue_and_nothing_is_lost(job: Job, kills: int, name: str)
     storm = Storm(job, SHAPES[name], turns, f"{turns} {name}")
     training, step = storm.training, 0
     for _ in range(turns):
-        before = training.at_work(storm.shape.world, step + storm.dice.randint(0, 3))
+        before = training.wait_for_workers(storm.shape.world, step + storm.dice.randint(0, 3))
         survivors = storm.disturb(before)
         step = training.last_step
-        after = training.at_work(storm.shape.world, step)
+        after = training.wait_for_workers(storm.shape.world, step)
         assert survivors <= pids(after), job.logs
-    assert training.ends() == undisturbed(job, training.epochs)
+    assert training.wait_for_success() == train_undisturbed(job, training.epochs)
     training.check_nothing_is_lost()

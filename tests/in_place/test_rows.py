@@ -14,10 +14,10 @@ from in_place_runs import (
     kill,
     needs_newest,
     pids,
-    undisturbed,
+    train_undisturbed,
 )
 from jobs import Job
-from processes import alive
+from processes import is_alive
 
 from elasticlib.testing.waiting import wait_until
 
@@ -41,7 +41,7 @@ class Nodes:
     def __init__(self, job: Job, nodes: int = 2) -> None:
         self.training = Training(job, "run", EPOCHS)
         self.port = job.reserve_port()
-        self._meet = ("--rdzv-endpoint", job.store(at=self.port), "--rdzv-id", "run")
+        self._meet = ("--rdzv-endpoint", job.start_store(at=self.port), "--rdzv-id", "run")
         self.training.pace(PACE_S)
         for number in range(nodes):
             self.start(f"node{number}")
@@ -61,17 +61,17 @@ def test_all_workers_are_killed_while_a_group_forms_and_restored_from_memory(
     job: Job,
 ) -> None:
     training = one_node(job, 3)
-    before = training.at_work(3, 5)
+    before = training.wait_for_workers(3, 5)
     kill(before[0])
     time.sleep(0.02)
     kill(*before[1:])
-    wait_until("all to be dead", lambda: not any(alive(worker.pid) for worker in before))
+    wait_until("all to be dead", lambda: not any(is_alive(worker.pid) for worker in before))
     step = training.last_step
-    after = training.at_work(3)
+    after = training.wait_for_workers(3)
     assert not pids(before) & pids(after)
     # The last step may have been committed by a worker other than the one that took its snapshot.
     assert min(worker.committed[0][0] for worker in after) >= step
-    assert training.ends() == undisturbed(job, EPOCHS)
+    assert training.wait_for_success() == train_undisturbed(job, EPOCHS)
     training.check_nothing_is_lost()
     assert training.sources() == {"memory"}
 
@@ -82,13 +82,13 @@ def test_a_second_worker_is_killed_while_a_group_forms(
 ) -> None:
     training = one_node(job, 3)
     for moment in (0.0, 0.01, 0.03, 0.06):
-        before = training.at_work(3, training.last_step + 2)
+        before = training.wait_for_workers(3, training.last_step + 2)
         kill(before[0])
         time.sleep(moment)
         kill(before[1])
-        after = training.at_work(3, training.last_step)
+        after = training.wait_for_workers(3, training.last_step)
         assert before[2].pid in pids(after), job.logs
-    assert training.ends() == undisturbed(job, EPOCHS)
+    assert training.wait_for_success() == train_undisturbed(job, EPOCHS)
     training.check_nothing_is_lost()
 
 
@@ -97,12 +97,12 @@ def test_a_worker_that_is_stopped_in_a_collective_is_replaced(
     job: Job,
 ) -> None:
     training = one_node(job, 3, "--hang-timeout", "3")
-    before = training.at_work(3, 5)
+    before = training.wait_for_workers(3, 5)
     os.kill(before[1].pid, signal.SIGSTOP)
-    after = training.at_work(3, training.last_step)
+    after = training.wait_for_workers(3, training.last_step)
     assert pids(before) - pids(after) == {before[1].pid}, job.logs
-    assert not alive(before[1].pid)
-    assert training.ends() == undisturbed(job, EPOCHS)
+    assert not is_alive(before[1].pid)
+    assert training.wait_for_success() == train_undisturbed(job, EPOCHS)
     training.check_nothing_is_lost()
 
 
@@ -110,22 +110,22 @@ def test_a_worker_that_is_stopped_in_a_collective_is_replaced(
 def test_nodes_join_and_leave_while_the_workers_of_the_others_keep_running(job: Job) -> None:
     nodes = Nodes(job)
     training = nodes.training
-    two = training.at_work(4, 3)
+    two = training.wait_for_workers(4, 3)
     nodes.start("node2")  # joins
-    three = training.at_work(6, training.last_step)
+    three = training.wait_for_workers(6, training.last_step)
     assert pids(two) <= pids(three), job.logs
     leaves = training.nodes.pop("node1")
     leaves.signal(signal.SIGUSR2)  # is drained
     assert leaves.exit_code() == 75, leaves.text
-    two = training.at_work(4, training.last_step)
+    two = training.wait_for_workers(4, training.last_step)
     assert pids(three) - pids(two) == of_node(three, "node1"), job.logs
     training.nodes.pop("node2").kill()
-    one = training.at_work(2, training.last_step)
+    one = training.wait_for_workers(2, training.last_step)
     assert pids(one) == of_node(two, "node0"), job.logs
     nodes.start("node2")  # returns
-    two = training.at_work(4, training.last_step)
+    two = training.wait_for_workers(4, training.last_step)
     assert pids(one) <= pids(two), job.logs
-    assert training.ends() == undisturbed(job, EPOCHS)
+    assert training.wait_for_success() == train_undisturbed(job, EPOCHS)
     training.check_nothing_is_lost()
 
 
@@ -135,16 +135,16 @@ def test_a_store_is_lost_while_a_group_forms(
 ) -> None:
     nodes = Nodes(job)
     training = nodes.training
-    before = training.at_work(4, 5)
+    before = training.wait_for_workers(4, 5)
     store = next(node for node in job.nodes if node.name == "store")
     store.kill()
     kill(before[0])
     time.sleep(1.0)
     step = training.last_step
-    job.store(at=nodes.port)
-    after = training.at_work(4, step)
+    job.start_store(at=nodes.port)
+    after = training.wait_for_workers(4, step)
     assert pids(before) - pids(after) == {before[0].pid}, job.logs
-    assert training.ends() == undisturbed(job, EPOCHS)
+    assert training.wait_for_success() == train_undisturbed(job, EPOCHS)
     training.check_nothing_is_lost()
 
 
@@ -152,35 +152,35 @@ def test_a_store_is_lost_while_a_group_forms(
 def test_a_node_and_a_worker_of_another_node_are_lost_at_once(job: Job) -> None:
     nodes = Nodes(job)
     training = nodes.training
-    before = training.at_work(4, 5)
+    before = training.wait_for_workers(4, 5)
     kill(next(worker for worker in before if worker.node == "node0"))
     training.nodes.pop("node1").kill()
     nodes.start("node2")
-    after = training.at_work(4, training.last_step)
+    after = training.wait_for_workers(4, training.last_step)
     assert len(pids(before) & pids(after)) == 1, job.logs
-    assert training.ends() == undisturbed(job, EPOCHS)
+    assert training.wait_for_success() == train_undisturbed(job, EPOCHS)
     training.check_nothing_is_lost()
 
 
 @needs_newest
 def test_an_error_of_the_script_uses_a_restart_and_the_others_continue(job: Job) -> None:
     training = one_node(job, 2)
-    before = training.at_work(2, 5)
+    before = training.wait_for_workers(2, 5)
     (training.folder / "raise").touch()
     training.nodes["node"].wait_for_log("an error of the script's own")
     (training.folder / "raise").unlink()
-    after = training.at_work(2, training.last_step)
+    after = training.wait_for_workers(2, training.last_step)
     assert len(pids(before) & pids(after)) == 1, job.logs
-    assert training.ends() == undisturbed(job, EPOCHS)
+    assert training.wait_for_success() == train_undisturbed(job, EPOCHS)
     training.check_nothing_is_lost()
 
 
 @needs_newest
 def test_a_job_that_is_stopped_saves_the_step_at_which_all_workers_stop(job: Job) -> None:
     training = one_node(job, 2)
-    before = training.at_work(2, 5)
+    before = training.wait_for_workers(2, 5)
     kill(before[0])
-    training.at_work(2, training.last_step)  # one of the workers was in two groups
+    training.wait_for_workers(2, training.last_step)  # one of the workers was in two groups
     node = training.nodes["node"]
     node.signal(signal.SIGTERM)
     assert node.exit_code() == 75, node.text
@@ -193,10 +193,10 @@ def test_a_job_that_is_stopped_saves_the_step_at_which_all_workers_stop(job: Job
 @pytest.mark.skipif(IN_PLACE, reason="needs a torch older than 2.14")
 def test_an_older_torch_restarts_all_workers_of_the_same_script(job: Job) -> None:
     training = one_node(job, 2)
-    before = training.at_work(2, 5)
+    before = training.wait_for_workers(2, 5)
     kill(before[0])
-    after = training.at_work(2, training.last_step)
+    after = training.wait_for_workers(2, training.last_step)
     assert not pids(before) & pids(after)
-    assert training.ends() == undisturbed(job, EPOCHS)
+    assert training.wait_for_success() == train_undisturbed(job, EPOCHS)
     training.check_nothing_is_lost()
     assert training.sources() == {"memory"}

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from jobs import PROGRAMS, Job, Node
-from traces import Survey, survey
+from traces import TraceSummary, read_traces
 
 from elasticlib.testing.waiting import wait_until
 
@@ -74,8 +74,8 @@ class FrameworkJob:
     def _until(self, what: str, is_it: Callable[[dict], bool]) -> None:
         wait_until(what, lambda: any(map(is_it, self.lines())), details=lambda: self.job.logs)
 
-    def survey(self) -> Survey:
-        return survey(self.trace)
+    def read_traces(self) -> TraceSummary:
+        return read_traces(self.trace)
 
 
 def said(node: Node, word: str) -> tuple[int, str]:

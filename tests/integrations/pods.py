@@ -85,7 +85,7 @@ class Pods:
         self._tell(host, container)
         host.power_on()
         mounts = (container.mount, str(self.volume), container.shared_memory.replace("Gi", "g"))
-        enter = host.spaces.enter("sh", "-c", _MOUNT, "sh", *mounts)
+        enter = host.namespaces.enter("sh", "-c", _MOUNT, "sh", *mounts)
         subprocess.run(enter, check=True, timeout=10)
         command = (*_FIRST, *self._command(container), *more)
         node = host.start(f"{container.pod}.{number}", *command, **container.environment)

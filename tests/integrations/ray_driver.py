@@ -69,9 +69,9 @@ def save(folder: Path) -> None:
     # From here on it is asked to save, and not just stopped.
     told = context()
     assert not told.should_stop()
-    place = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "ELASTICLIB_GENERATION")}
-    name = "place.{ELASTICLIB_GENERATION}.{RANK}.0".format(**place)
-    (folder / f"{name}.part").write_text(json.dumps(place))
+    report = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "ELASTICLIB_GENERATION")}
+    name = "report.{ELASTICLIB_GENERATION}.{RANK}.0".format(**report)
+    (folder / f"{name}.part").write_text(json.dumps(report))
     (folder / f"{name}.part").rename(folder / f"{name}.json")
     while not told.should_stop():
         pass

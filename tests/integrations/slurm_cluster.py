@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hosts import Cluster, Host, reason_against_hosts
+from hosts import Cluster, Host, reason_hosts_unavailable
 from jobs import TAG, Job, Node, leftover_files
 
 from elasticlib.testing.waiting import wait_until
@@ -62,8 +62,8 @@ class Slurm:
     def __init__(self, cluster: Cluster, folder: Path, count: int) -> None:
         self._cluster = cluster
         self.folder = folder
-        self.head = cluster.host("head")
-        self.nodes = {f"n{i}": cluster.host(f"n{i}") for i in range(1, count + 1)}
+        self.head = cluster.add_host("head")
+        self.nodes = {f"n{i}": cluster.add_host(f"n{i}") for i in range(1, count + 1)}
         for number in range(GPUS):
             (folder / f"gpu{number}").touch()
         (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-{GPUS - 1}]\n")
@@ -114,7 +114,7 @@ class Slurm:
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         }
         done = subprocess.run(
-            self.head.spaces.enter(*command),
+            self.head.namespaces.enter(*command),
             env={**os.environ, **own, **extra},
             capture_output=True,
             text=True,
@@ -158,7 +158,7 @@ needs_slurm = pytest.mark.skipif(bool(_MISSING), reason=f"no {_MISSING} here: {_
 def _why_not() -> str:
     if _MISSING:
         return f"no {_MISSING} here: {_WHERE}"
-    return reason_against_hosts() or ("" if os.getuid() == 0 else "Slurm's daemons need root")
+    return reason_hosts_unavailable() or ("" if os.getuid() == 0 else "Slurm's daemons need root")
 
 
 @pytest.fixture(scope="module")

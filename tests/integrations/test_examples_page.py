@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from pages import DOCS, blocks_of
+from pages import DOCS, read_page
 
 from elasticlib.examples import imagenet
 from elasticlib.launch.command_line import build_parser
 
-TEXT, BLOCKS = blocks_of("examples.md")
+TEXT, BLOCKS = read_page("examples.md")
 COMMANDS = [code.strip() for _, code in BLOCKS]
 TEXT_RUN, IMAGES_RUN, CLUSTER_RUN, EVALUATION, DEMO = COMMANDS
 DONE = r"^done: .*\bsteps \d+\b"

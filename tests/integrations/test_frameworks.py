@@ -58,9 +58,9 @@ def test_training_is_unchanged_after_kills_a_drain_and_a_second_launch(
     assert second.exit_code() == 0, second.text
     assert stopped_at in [line.get("resumed") for line in framework.lines()]
     assert said(second, "done") == (STEPS, right(framework.name))
-    found = framework.survey()
+    found = framework.read_traces()
     assert (found.steps, len(found.uses)) == (STEPS, STEPS * BATCH // SAMPLES)
-    assert found.exactly_once(SAMPLES)
+    assert found.used_exactly_once(SAMPLES)
     # By the kills: what a drain stops at is saved, and nothing of it is done again.
     if framework.keeps_each_step:
         # The step under way; and the one before, if rank 0 was still keeping it when rank 1 died.
@@ -74,7 +74,14 @@ def test_each_sample_is_used_once_after_a_node_is_lost_and_another_joins(
     framework: FrameworkJob,
 ) -> None:
     framework.hold.write_text("7")
-    meet = ("--nnodes", "1:2", "--rdzv-endpoint", framework.job.store(), "--max-restarts", "2")
+    meet = (
+        "--nnodes",
+        "1:2",
+        "--rdzv-endpoint",
+        framework.job.start_store(),
+        "--max-restarts",
+        "2",
+    )
     # Both begin together: who is alone at step 7 would be held there, and not stop for the other.
     meet += ("--rdzv-conf", "last_call_timeout=60")
     resize = "resize: the workers have"
@@ -92,8 +99,8 @@ def test_each_sample_is_used_once_after_a_node_is_lost_and_another_joins(
         assert nodes[name].exit_code() == 0, nodes[name].text
     worlds = [line["world_size"] for line in framework.lines() if "step" in line]
     assert {1, 2} == set(worlds)
-    found = framework.survey()
+    found = framework.read_traces()
     assert (found.steps, len(found.uses)) == (STEPS, STEPS * BATCH // SAMPLES)
     # Since the last checkpoint, or the last snapshot that the other node has; none by the resize.
     assert found.redone in ((0, 1, 2) if framework.keeps_each_step else (7 % SAVE_EVERY,))
-    assert found.exactly_once(SAMPLES)
+    assert found.used_exactly_once(SAMPLES)

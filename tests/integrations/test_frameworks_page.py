@@ -8,11 +8,11 @@ from importlib import metadata
 from pathlib import Path
 
 from framework_jobs import PRELOAD
-from pages import blocks_of
+from pages import read_page
 
 from elasticlib.launch.arguments import parse
 
-TEXT, BLOCKS = blocks_of("frameworks.md")
+TEXT, BLOCKS = read_page("frameworks.md")
 ROOT = Path(__file__).parent.parent.parent
 NAMES = ["lightning", "transformers", "accelerate", "torchdata"]
 COMMANDS = [shlex.split(code) for language, code in BLOCKS if language == "sh"]

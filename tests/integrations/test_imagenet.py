@@ -15,7 +15,7 @@ import attrs
 import pytest
 import torch
 from jobs import Job, Node
-from processes import children, workers_of
+from processes import find_children, find_workers
 
 from elasticlib import CheckpointManager
 from elasticlib.examples.imagenet import POLYGON_COLORS, ImageDataset, draw_images
@@ -96,8 +96,8 @@ def test_weights_after_a_killed_worker_are_equal_to_those_without_faults(
     node = storm.start(2)
     # Four steps past a snapshot's, so that some are done again.
     node.wait_for_log(rf"epoch 1 step {STEPS_AN_EPOCH + 3} ")
-    victim = workers_of(node.pid)[1]
-    loading = children(victim)
+    victim = find_workers(node.pid)[1]
+    loading = find_children(victim)
     os.kill(victim, signal.SIGKILL)
     assert node.exit_code() == 0, node.text
     assert undisturbed.exit_code() == 0, undisturbed.text
@@ -135,8 +135,8 @@ def test_a_signal_to_all_processes_stops_cleanly_and_one_rank_can_resume(
     run = Run(job, "run", drawn)
     node = run.start(2)
     node.wait_for_log(r"epoch 0 step 2 ")
-    workers = workers_of(node.pid)
-    for loading in [child for worker in workers for child in children(worker)]:
+    workers = find_workers(node.pid)
+    for loading in [child for worker in workers for child in find_children(worker)]:
         for number in (signal.SIGTERM, signal.SIGUSR2):
             os.kill(loading, number)
     node.signal(signal.SIGUSR2)
@@ -160,7 +160,7 @@ def test_a_worker_killed_at_the_end_of_an_epoch_resumes_with_its_validation(
     run = Run(job, "run", drawn)
     node = run.start(2)
     node.wait_for_log(rf"epoch 0 step {STEPS_AN_EPOCH} ")
-    os.kill(wait_until("workers", lambda: workers_of(node.pid))[0], signal.SIGKILL)
+    os.kill(wait_until("workers", lambda: find_workers(node.pid))[0], signal.SIGKILL)
     assert node.exit_code() == 0, node.text
     check_validated(node)
     assert calm[1].exit_code() == 0, calm[1].text

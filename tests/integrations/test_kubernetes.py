@@ -23,7 +23,7 @@ from manifests import (
     with_master,
 )
 from pods import Pods
-from traces import survey
+from traces import read_traces
 
 from elasticlib.testing.waiting import wait_until
 
@@ -51,9 +51,9 @@ def quick(container: Container) -> Container:
 
 
 def check_all_was_used_once(pods: Pods, samples: int = SAMPLES) -> None:
-    found = survey(pods.volume / "trace")
+    found = read_traces(pods.volume / "trace")
     assert found.steps == -(-samples // 16)
-    assert found.exactly_once(samples), pods.said()
+    assert found.used_exactly_once(samples), pods.said()
 
 
 def test_a_pytorchjob_continues_after_each_worker_is_evicted_and_recreated(
@@ -157,12 +157,12 @@ def test_a_runai_job_runs_with_any_master_variables_of_the_operator(pods: Pods) 
 
 
 def test_is_host_selects_the_host_of_a_name_with_several_addresses(cluster: Cluster) -> None:
-    one, two = cluster.grow(2)
+    one, two = cluster.add_hosts(2)
     for host in (one, two):
         host.add_host_lines(f"{one.address} train", f"{two.address} train")
     flags = ("--nnodes", "2", "--rdzv-endpoint", f"train:{PORT}")
-    nodes = [two.run(*flags, "--rdzv-conf=is_host=true")]
-    nodes.append(one.run(*flags, "--rdzv-conf=is_host=false"))
+    nodes = [two.start_agent(*flags, "--rdzv-conf=is_host=true")]
+    nodes.append(one.start_agent(*flags, "--rdzv-conf=is_host=false"))
     check_consistent_world(cluster.job.wait_for_world(2))
     cluster.job.finish()
     assert [node.exit_code() for node in nodes] == [0, 0]
@@ -172,14 +172,14 @@ def test_is_host_behind_a_translated_address_listens_on_all_addresses(
     cluster: Cluster,
 ) -> None:
     """As a Service's: what it means is nobody's own address, and leads to the first node."""
-    one, two = cluster.grow(2)
+    one, two = cluster.add_hosts(2)
     one.set_known_names({"train": f"{NETWORK}.99"})
     two.set_known_names({"train": one.address})
     flags = ("--nnodes", "2", "--rdzv-endpoint", f"train:{PORT}")
-    nodes = [one.run(*flags, "--rdzv-conf=is_host=true"), two.run(*flags)]
+    nodes = [one.start_agent(*flags, "--rdzv-conf=is_host=true"), two.start_agent(*flags)]
     nodes[0].wait_for_log("this node hosts the store on all of its addresses")
-    places = cluster.job.wait_for_world(2)
-    check_consistent_world(places)
-    cluster.check_reachable(places)
+    reports = cluster.job.wait_for_world(2)
+    check_consistent_world(reports)
+    cluster.check_reachable(reports)
     cluster.job.finish()
     assert [node.exit_code() for node in nodes] == [0, 0]

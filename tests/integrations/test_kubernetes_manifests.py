@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 import pytest
-from pages import blocks_of
+from pages import read_page
 
 pytest.importorskip("yaml", reason="needs PyYAML: make test-integrations")
 kubernetes = pytest.importorskip("kubernetes.client.models")
@@ -293,7 +293,7 @@ def test_the_example_of_the_manifests_exists() -> None:
 
 # -- docs/kubernetes.md ------------------------------------------------------------------------
 
-TEXT, BLOCKS = blocks_of("kubernetes.md")
+TEXT, BLOCKS = read_page("kubernetes.md")
 RESIZE = re.compile("kubectl (scale|patch|delete) ")
 LINES = [line for _, code in BLOCKS for line in code.splitlines()]
 

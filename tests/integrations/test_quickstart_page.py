@@ -16,12 +16,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pages import blocks_of
+from pages import read_page
 
 from elasticlib.testing.waiting import wait_until
 
 ROOT = Path(__file__).parent.parent.parent
-TEXT, BLOCKS = blocks_of("quickstart.md")
+TEXT, BLOCKS = read_page("quickstart.md")
 SHELL = [code for language, code in BLOCKS if language == "sh"]
 (SCRIPT,) = (code for language, code in BLOCKS if language == "python")
 INSTALL, MAKE_FOLDER, RUN, KILL, LOOK, AFTERWARDS, AGAIN = SHELL
@@ -139,7 +139,7 @@ def test_training_resumes_with_another_number_of_workers(terminal: Terminal) -> 
 
 
 def test_launch_from_python_returns_the_values_in_the_guide(terminal: Terminal) -> None:
-    (code,) = (code for language, code in blocks_of("guide/launch.md")[1] if language == "python")
+    (code,) = (code for language, code in read_page("guide/launch.md")[1] if language == "python")
     (terminal.folder / "sums.py").write_text(code)
     said = re.search(r"^ +print\(.*\) +# (.*)$", code, re.MULTILINE)
     assert said

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import Job, Node, alive, check_consistent_world, generation_of
-from pages import blocks_of
-from processes import environment_of, marked
+from jobs import Job, Node, check_consistent_world, generation_of, is_alive
+from pages import read_page
+from processes import find_processes, read_environment
 
 from elasticlib.testing.waiting import wait_until
 
@@ -74,7 +74,7 @@ class Rays:
 
     def raylet_of(self, pid: int) -> int:
         """Return the pid of the raylet that started the actor of this process."""
-        return int(environment_of(pid)["RAY_RAYLET_PID"])
+        return int(read_environment(pid)["RAY_RAYLET_PID"])
 
     def node_of(self, pid: int) -> Any:
         raylet = self.raylet_of(pid)
@@ -88,7 +88,7 @@ class Rays:
     def processes(self) -> dict[int, str]:
         """Return the command line of every process of the cluster, by pid."""
         found = {}
-        for pid in filter(alive, marked(MARK, self.mark)):
+        for pid in filter(is_alive, find_processes(MARK, self.mark)):
             with contextlib.suppress(OSError):
                 line = Path(f"/proc/{pid}/cmdline").read_bytes()
                 found[pid] = line.replace(b"\0", b" ").decode(errors="replace")
@@ -144,9 +144,9 @@ def said(driver: Node) -> Any:
     return json.loads(driver.text.strip().splitlines()[-1])
 
 
-def memory_of(places: list[dict[str, Any]]) -> list[Path]:
+def memory_of(reports: list[dict[str, Any]]) -> list[Path]:
     """Return the directories in shared memory of the agents of these workers."""
-    return [Path(environment_of(p["pid"])["ELASTICLIB_SNAPSHOTS"]).parent for p in places]
+    return [Path(read_environment(p["pid"])["ELASTICLIB_SNAPSHOTS"]).parent for p in reports]
 
 
 def gone(folders: list[Path]) -> None:
@@ -189,11 +189,11 @@ def test_a_job_continues_without_a_lost_node_and_uses_a_new_one(job: Job, rays: 
     memory = memory_of(two)
     rays.kill(rays.node_of(two[1]["pid"]))
     one = job.wait_for_world(1, generation_of(two))
-    wait_until("the lost node's worker to be gone", lambda: not alive(two[1]["pid"]))
+    wait_until("the lost node's worker to be gone", lambda: not is_alive(two[1]["pid"]))
     rays.add()
     again = job.wait_for_world(2, generation_of(one))
     check_consistent_world(again)
-    assert {place["TORCHELASTIC_RESTART_COUNT"] for place in again} == {"0"}
+    assert {report["TORCHELASTIC_RESTART_COUNT"] for report in again} == {"0"}
     memory += memory_of(again)
     job.finish()
     assert driver.exit_code() == 0, driver.text
@@ -206,14 +206,14 @@ def test_workers_are_restarted_and_agents_replaced(job: Job, rays: Rays) -> None
     first = job.wait_for_world(2)
     os.kill(first[0]["pid"], signal.SIGKILL)
     second = job.wait_for_world(2, generation_of(first))
-    assert {place["TORCHELASTIC_RESTART_COUNT"] for place in second} == {"1"}
+    assert {report["TORCHELASTIC_RESTART_COUNT"] for report in second} == {"1"}
     memory = memory_of(second)
     os.kill(agent_of(second[0]["pid"]), signal.SIGKILL)
     third = job.wait_for_world(2, generation_of(second))
     memory += memory_of(third)
     # Replacing a lost agent uses no restart.
-    assert {place["TORCHELASTIC_RESTART_COUNT"] for place in third} == {"1"}
-    assert not any(alive(place["pid"]) for place in second)
+    assert {report["TORCHELASTIC_RESTART_COUNT"] for report in third} == {"1"}
+    assert not any(is_alive(report["pid"]) for report in second)
     job.finish()
     assert driver.exit_code() == 0, driver.text
     gone(memory)
@@ -246,8 +246,8 @@ def test_a_failure_is_raised_at_the_driver_with_its_cause(job: Job, rays: Rays) 
 def test_no_process_is_left_without_the_driver(job: Job, rays: Rays, number: int) -> None:
     rays.have(2)
     driver = drive(job, rays, "work")
-    places = job.wait_for_world(2)
-    memory = memory_of(places)
+    reports = job.wait_for_world(2)
+    memory = memory_of(reports)
     driver.signal(number)
     if number == signal.SIGINT:
         assert said(driver)["state"] == "stopped"
@@ -276,7 +276,7 @@ def test_a_job_without_enough_resources_fails_with_the_reason(job: Job, rays: Ra
 
 
 def test_the_program_of_the_page_runs(job: Job, rays: Rays) -> None:
-    text, blocks = blocks_of("ray.md")
+    text, blocks = read_page("ray.md")
     [program] = [code for language, code in blocks if language == "python"]
     train = str(job.folder / "train.py")
     Path(train).write_text(program)

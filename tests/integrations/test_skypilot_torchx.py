@@ -10,14 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from hosts import Cluster, reason_against_hosts
+from hosts import Cluster, reason_hosts_unavailable
 from jobs import PROGRAMS, WITHOUT_TORCH, Job, check_consistent_world
-from pages import blocks_of, by_name
+from pages import name_blocks, read_page
 
 yaml = pytest.importorskip("yaml", reason="PyYAML reads the tasks")
 
-BLOCKS = blocks_of("skypilot_torchx.md")[1]
-TASKS = by_name([code for language, code in BLOCKS if language == "yaml"])
+BLOCKS = read_page("skypilot_torchx.md")[1]
+TASKS = name_blocks([code for language, code in BLOCKS if language == "yaml"])
 VENV = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 
@@ -35,7 +35,7 @@ def test_a_skypilot_task_trains_on_both_nodes(
     # Nodes begin where the test is.
     monkeypatch.chdir(job.folder)
     task = yaml.safe_load(TASKS[name])
-    hosts = cluster.grow(task["num_nodes"])
+    hosts = cluster.add_hosts(task["num_nodes"])
     shared = {
         "SKYPILOT_NODE_IPS": "\n".join(host.address for host in hosts),
         "SKYPILOT_NUM_NODES": str(len(hosts)),
@@ -47,11 +47,11 @@ def test_a_skypilot_task_trains_on_both_nodes(
     for rank, host in enumerate(hosts):
         own = {"SKYPILOT_NODE_RANK": str(rank), **shared}
         host.start(host.name, "bash", "-ec", task["run"], **own)
-    places = job.wait_for_world(4)
-    check_consistent_world(places)
-    assert [place["node"] for place in places] == ["h1", "h1", "h2", "h2"]
+    reports = job.wait_for_world(4)
+    check_consistent_world(reports)
+    assert [report["node"] for report in reports] == ["h1", "h1", "h2", "h2"]
     if name == "elastic.yaml":
-        assert {place["id"] for place in places} == {shared["SKYPILOT_TASK_ID"]}
+        assert {report["id"] for report in reports} == {shared["SKYPILOT_TASK_ID"]}
         # What a drained node ends with.
         assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [75]
     job.finish()
@@ -63,8 +63,8 @@ def test_torchx_starts_elasticrun_with_its_command_line_for_torchrun(
     tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("torchx", reason="torchx is not installed")
-    if reason_against_hosts():
-        pytest.skip(reason_against_hosts())
+    if reason_hosts_unavailable():
+        pytest.skip(reason_hosts_unavailable())
     put_script(tmp_path)
     monkeypatch.chdir(tmp_path)
     (component,) = (code for language, code in BLOCKS if language == "python")
@@ -74,10 +74,10 @@ def test_torchx_starts_elasticrun_with_its_command_line_for_torchrun(
     # Port 29500 of a network that is the test's own.
     network = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
     node = job.start("torchx", *network, "bash", "-ec", command, **environment)
-    places = job.wait_for_world(4)
-    check_consistent_world(places)
-    assert len({place["agent"] for place in places}) == 2
-    (app,) = {place["id"] for place in places}
+    reports = job.wait_for_world(4)
+    check_consistent_world(reports)
+    assert len({report["agent"] for report in reports}) == 2
+    (app,) = {report["id"] for report in reports}
     assert re.fullmatch(r"train-\w+", app)
     job.finish()
     assert node.exit_code() == 0, node.text

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from jobs import PROGRAMS, WITHOUT_TORCH, Job, check_consistent_world, generation_of
-from pages import blocks_of
+from pages import read_page
 from slurm_cluster import GPUS, Slurm, needs_slurm, slurm, whole_slurm
 
 from elasticlib.launch.schedulers import expand_nodelist
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(240)
 
 SCRIPTS = {
     re.findall(r"--job-name=(\S+)", code)[0]: code
-    for language, code in blocks_of("slurm.md")[1]
+    for language, code in read_page("slurm.md")[1]
     if language == "bash"
 }
 MINUTE = timedelta(minutes=1)
@@ -82,12 +82,12 @@ class Batch:
         (step,) = {step for _, step in ends}
         assert [rank for rank, _ in ends] == [0, 1], self.said
         self.wait_for_state("PENDING")
-        for path in self.folder.glob("place.*.json"):
+        for path in self.folder.glob("report.*.json"):
             path.unlink()
         self.wake(self.id)
-        places = self.wait_for_world(2)
+        reports = self.wait_for_world(2)
         # A new start: its generations count from 1, and its budget is whole.
-        assert generation_of(places) == 1
+        assert generation_of(reports) == 1
         assert sorted(p.name for p in self.folder.glob(f"start.*.{step}")) == [
             f"start.{rank}.{step}" for rank in range(2)
         ]
@@ -125,36 +125,36 @@ def submit(slurm: Slurm, tmp_path: Path) -> Any:
     return submit
 
 
-def hosts_of(places: list[dict[str, Any]]) -> list[str]:
-    return [place["node"] for place in places]
+def hosts_of(reports: list[dict[str, Any]]) -> list[str]:
+    return [report["node"] for report in reports]
 
 
 def test_a_script_for_torchrun_needs_one_word_changed(submit: Any) -> None:
     batch = submit("torchrun")
-    places = batch.wait_for_world(4)
-    check_consistent_world(places)
-    assert sorted(hosts_of(places)) == ["n1", "n1", "n2", "n2"]
+    reports = batch.wait_for_world(4)
+    check_consistent_world(reports)
+    assert sorted(hosts_of(reports)) == ["n1", "n1", "n2", "n2"]
     batch.finish()
 
 
 def test_endpoint_and_number_of_workers_are_read_from_slurm(submit: Any) -> None:
     batch = submit("elastic")
-    places = batch.wait_for_world(2 * GPUS)
-    check_consistent_world(places)
+    reports = batch.wait_for_world(2 * GPUS)
+    check_consistent_world(reports)
     # In Slurm's order.
-    assert hosts_of(places) == ["n1"] * GPUS + ["n2"] * GPUS
-    assert {place["id"] for place in places} == {f"{batch.id}.0"}
+    assert hosts_of(reports) == ["n1"] * GPUS + ["n2"] * GPUS
+    assert {report["id"] for report in reports} == {f"{batch.id}.0"}
     # Slurm sends its signals to every process of a step, the workers among them.
-    assert all(place["deaf"] for place in places)
+    assert all(report["deaf"] for report in reports)
     batch.finish()
     assert len(batch.ends("finished")) == 2 * GPUS
 
 
 def test_static_rendezvous_uses_the_ranks_of_slurm(submit: Any) -> None:
     batch = submit("static")
-    places = batch.wait_for_world(2)
-    check_consistent_world(places)
-    assert hosts_of(places) == ["n1", "n2"]
+    reports = batch.wait_for_world(2)
+    check_consistent_world(reports)
+    assert hosts_of(reports) == ["n1", "n2"]
     batch.finish()
 
 
@@ -191,7 +191,7 @@ def test_each_task_of_an_array_is_requeued_by_itself(submit: Any, slurm: Slurm) 
     batch = submit("array")
     tasks = [f"{batch.id}_{index}" for index in range(2)]
     folders = [batch.folder / f"task.{index}" for index in range(2)]
-    wait_until("both to train", lambda: all(list(f.glob("place.*.json")) for f in folders))
+    wait_until("both to train", lambda: all(list(f.glob("report.*.json")) for f in folders))
     slurm.tell("scancel", "--signal=USR1", tasks[1])
     wait_until("it to be requeued", lambda: slurm.field(tasks[1], "Restarts") == "1")
     slurm.wait_for_state(tasks[1], "PENDING")
@@ -232,9 +232,9 @@ def test_job_continues_without_a_drained_node(submit: Any, slurm: Slurm) -> None
     # The parent of a worker is the agent if workers are started as new interpreters.
     flags = "--scheduler slurm --start-method spawn"
     batch = submit(SCRIPTS["no-kill"].replace("--scheduler slurm", flags))
-    places = batch.wait_for_world(2)
-    os.kill(places[1]["agent"], signal.SIGUSR1)
-    (left,) = batch.wait_for_world(1, after=generation_of(places))
+    reports = batch.wait_for_world(2)
+    os.kill(reports[1]["agent"], signal.SIGUSR1)
+    (left,) = batch.wait_for_world(1, after=generation_of(reports))
     assert left["node"] == "n1"
     # srun's exit code is the highest of its tasks, so Slurm has the job as failed.
     batch.finish("FAILED")
@@ -244,10 +244,10 @@ def test_job_continues_without_a_drained_node(submit: Any, slurm: Slurm) -> None
 
 def test_job_continues_without_a_node_that_has_died(submit: Any, slurm: Slurm) -> None:
     batch = submit("no-kill")
-    places = batch.wait_for_world(2)
+    reports = batch.wait_for_world(2)
     slurm.nodes["n2"].power_off()
     try:
-        (left,) = batch.wait_for_world(1, after=generation_of(places))
+        (left,) = batch.wait_for_world(1, after=generation_of(reports))
         assert left["node"] == "n1"
         wait_until(
             "Slurm to know", lambda: "down" in slurm.tell("sinfo", "-h", "-n", "n2", "-o", "%T")

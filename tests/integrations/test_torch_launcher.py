@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from pages import blocks_of
+from pages import read_page
 
-_, [(_, OURS), (_, IMPORTS), *_] = blocks_of("migrate_from_torch_elastic.md")
+_, [(_, OURS), (_, IMPORTS), *_] = read_page("migrate_from_torch_elastic.md")
 IMPORT = "from elasticlib import ChildFailedError, LaunchConfig, elastic_launch, record\n"
 
 

@@ -16,15 +16,15 @@ from typing import Any
 
 import pytest
 from jobs import Job, check_consistent_world
-from modules import path_with, with_module
-from pages import blocks_of, by_name, run_suite
+from modules import extend_pythonpath, write_module
+from pages import name_blocks, read_page, run_suite
 from single_worker_agent import OneWorker, Run
 
 from elasticlib import Command, ElasticAgent, Node, RendezvousSettings, WorkerSpec, WorkerState
 from elasticlib.testing.waiting import wait_until
 
-TEXT, BLOCKS = blocks_of("writing_a_handler.md")
-FILES = by_name([code for kind, code in BLOCKS if kind != "sh"])
+TEXT, BLOCKS = read_page("writing_a_handler.md")
+FILES = name_blocks([code for kind, code in BLOCKS if kind != "sh"])
 MODULE, SUITE = "elasticlib_register", "test_elasticlib_register.py"
 (COMMAND,) = (code.strip() for kind, code in BLOCKS if kind == "sh")
 MEMBER = """
@@ -46,7 +46,7 @@ pytestmark = pytest.mark.faults
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
     """A folder with the page's module."""
-    return with_module(tmp_path / "site", MODULE, FILES[f"{MODULE}.py"])
+    return write_module(tmp_path / "site", MODULE, FILES[f"{MODULE}.py"])
 
 
 def test_every_block_of_the_page_is_known_to_a_test() -> None:
@@ -56,7 +56,7 @@ def test_every_block_of_the_page_is_known_to_a_test() -> None:
 
 def test_the_pages_suite_passes(site: Path, tmp_path: Path) -> None:
     (tmp_path / SUITE).write_text(FILES[SUITE])
-    said = run_suite(tmp_path, SUITE, 100.0, {**os.environ, "PYTHONPATH": path_with(site)})
+    said = run_suite(tmp_path, SUITE, 100.0, {**os.environ, "PYTHONPATH": extend_pythonpath(site)})
     # Failures are left to the agents.
     assert re.search(r"^\d\d passed, 2 skipped in", said, re.MULTILINE), said
 
@@ -67,7 +67,7 @@ def test_the_pages_command_line_runs_a_job(job: Job, site: Path, tmp_path: Path)
     meeting = str(tmp_path / "meeting")
     flags = [meeting if word == "meeting" else word for word in words[1:-1]]
     assert flags != words[1:-1]
-    nodes = [job.run(name, *flags, PYTHONPATH=path_with(site)) for name in "ab"]
+    nodes = [job.start_agent(name, *flags, PYTHONPATH=extend_pythonpath(site)) for name in "ab"]
     check_consistent_world(job.wait_for_world(2))
     job.finish()
     assert [node.exit_code() for node in nodes] == [0, 0]
@@ -151,7 +151,7 @@ def test_a_node_without_restarts_left_ends_the_job_for_both_with_the_reason(
 
 
 def test_a_killed_member_is_noticed_at_once(site: Path, tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": path_with(site)}
+    environment = {**os.environ, "PYTHONPATH": extend_pythonpath(site)}
 
     def member(name: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", MEMBER, str(tmp_path / "meeting"), name]

@@ -9,7 +9,7 @@ from pathlib import Path
 import attrs
 import pytest
 from jobs import Job, check_consistent_world
-from modules import path_with, with_module
+from modules import extend_pythonpath, write_module
 
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import parse
@@ -54,7 +54,7 @@ PLACE = ("--rdzv-endpoint", "somewhere", "--rdzv-id", "job")
 @pytest.fixture
 def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder on this process's import path with a module of several backends."""
-    folder = with_module(tmp_path / "site", "shelf", CODE)
+    folder = write_module(tmp_path / "site", "shelf", CODE)
     monkeypatch.syspath_prepend(folder)
     monkeypatch.delitem(sys.modules, "shelf", raising=False)
     return folder
@@ -183,10 +183,10 @@ def test_what_cannot_work_is_refused_beside_another_backend_too(
 @pytest.mark.faults
 @pytest.mark.parametrize("backend", ["shelf:open_store", "shelf:open_handler"])
 def test_two_nodes_run_a_job_through_it(job: Job, tmp_path: Path, backend: str) -> None:
-    site = with_module(tmp_path / "site", "shelf", CODE)
+    site = write_module(tmp_path / "site", "shelf", CODE)
     place = ("--rdzv-backend", backend, "--rdzv-endpoint", str(tmp_path / "meeting"))
     flags = ("--nnodes", "2", "--rdzv-id", "job", *place)
-    nodes = [job.run(name, *flags, PYTHONPATH=path_with(site)) for name in "ab"]
+    nodes = [job.start_agent(name, *flags, PYTHONPATH=extend_pythonpath(site)) for name in "ab"]
     check_consistent_world(job.wait_for_world(2))
     job.finish()
     assert [node.exit_code() for node in nodes] == [0, 0]

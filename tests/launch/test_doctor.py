@@ -145,8 +145,8 @@ def test_secret_that_cannot_be_read_is_an_error(capsys: pytest.CaptureFixture[st
 
 @pytest.mark.faults
 def test_a_machine_whose_name_means_itself_alone_is_found_out(cluster: Cluster) -> None:
-    one_, two = cluster.grow(2)
-    two.store()
+    one_, two = cluster.add_hosts(2)
+    two.start_store()
     one_.add_host_lines("127.0.1.1 h1", f"{two.address} h2")
     # The stub of torch is found to be none to train with.
     node = one_.start("doctor", *COMMAND, "--rdzv-endpoint", "h2", PYTHONPATH=WITHOUT_TORCH)

@@ -124,7 +124,7 @@ def test_the_installed_command_and_the_module_are_the_same() -> None:
 
 def test_static_nodes_have_the_ranks_they_ask_for(job: Job) -> None:
     place = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()))
-    nodes = [job.run(f"n{rank}", *place, "--node-rank", str(rank)) for rank in (1, 0)]
+    nodes = [job.start_agent(f"n{rank}", *place, "--node-rank", str(rank)) for rank in (1, 0)]
     places = job.wait_for_world(2)
     check_consistent_world(places)
     assert [place["node"] for place in places] == ["n0", "n1"]
@@ -135,7 +135,7 @@ def test_static_nodes_have_the_ranks_they_ask_for(job: Job) -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
 def test_the_node_at_the_endpoint_hosts_the_store_by_address(job: Job, host: str) -> None:
     flags = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{host}:{free_port()}")
-    nodes = [job.run(name, *flags) for name in "ab"]
+    nodes = [job.start_agent(name, *flags) for name in "ab"]
     check_consistent_world(job.wait_for_world(2))
     hosting = [node.name for node in nodes if "this node hosts the store" in node.text]
     assert len(hosting) == 1
@@ -145,9 +145,9 @@ def test_the_node_at_the_endpoint_hosts_the_store_by_address(job: Job, host: str
 
 def test_two_jobs_on_one_port_are_told_apart_by_name(job: Job) -> None:
     endpoint = f"127.0.0.1:{free_port()}"
-    first = job.run("a", "--nnodes", "1", "--rdzv-id", "red", "--rdzv-endpoint", endpoint)
+    first = job.start_agent("a", "--nnodes", "1", "--rdzv-id", "red", "--rdzv-endpoint", endpoint)
     job.wait_for_world(1)
-    other = job.run("b", "--nnodes", "1", "--rdzv-id", "blue", "--rdzv-endpoint", endpoint)
+    other = job.start_agent("b", "--nnodes", "1", "--rdzv-id", "blue", "--rdzv-endpoint", endpoint)
     assert other.exit_code() == 1
     assert re.search(r"'red'.*'blue'", other.text)
     job.finish()
@@ -158,9 +158,9 @@ def test_a_node_that_comes_after_the_job_is_told_why_there_is_no_store(job: Job)
     endpoint = f"127.0.0.1:{free_port()}"
     job.finish()
     flags = ("--nnodes", "1:2", "--rdzv-endpoint", endpoint)
-    assert job.run("a", *flags).exit_code() == 0
+    assert job.start_agent("a", *flags).exit_code() == 0
     # As on another machine, which cannot serve at that address.
-    late = job.run("late", *flags, "--rdzv-conf", "is_host=false,join_timeout=3")
+    late = job.start_agent("late", *flags, "--rdzv-conf", "is_host=false,join_timeout=3")
     assert late.exit_code() == 1
     assert "the job is already over" in late.text
     assert "this node fails after 3 s" in late.text
@@ -172,17 +172,17 @@ def test_a_folder_that_cannot_be_made_ends_the_launch_with_what_to_do(
 ) -> None:
     (tmp_path / "file").write_text("")
     flags = ("--rdzv-id", "job", "--rdzv-backend", "file", "--rdzv-endpoint")
-    launched = job.run("a", "--nnodes", "1:2", *flags, str(tmp_path / "file" / "meeting"))
+    launched = job.start_agent("a", "--nnodes", "1:2", *flags, str(tmp_path / "file" / "meeting"))
     assert launched.exit_code() == 1
     assert f"store folder {tmp_path}/file/meeting cannot be used" in launched.text
     assert "choose a folder" in launched.text
 
 
 def test_other_settings_than_the_jobs_are_refused_by_name(job: Job) -> None:
-    endpoint = job.store()
-    first = job.run("a", "--nnodes", "1:2", "--rdzv-endpoint", endpoint)
+    endpoint = job.start_store()
+    first = job.start_agent("a", "--nnodes", "1:2", "--rdzv-endpoint", endpoint)
     job.wait_for_world(1)
-    other = job.run("b", "--nnodes", "1:3", "--rdzv-endpoint", endpoint)
+    other = job.start_agent("b", "--nnodes", "1:3", "--rdzv-endpoint", endpoint)
     assert other.exit_code() == 1
     assert re.search(r"max_nodes\b.*\b3\b.*\b2\b", other.text)
     job.finish()
@@ -192,9 +192,9 @@ def test_other_settings_than_the_jobs_are_refused_by_name(job: Job) -> None:
 def test_the_host_of_the_store_serves_until_the_others_have_ended(job: Job) -> None:
     endpoint = f"127.0.0.1:{free_port()}"
     flags = ("--nnodes", "1:2", "--rdzv-endpoint", endpoint)
-    host = job.run("host", *flags)
+    host = job.start_agent("host", *flags)
     wait_until("the store", lambda: "hosts the store" in host.text)
-    guest = job.run("guest", *flags)
+    guest = job.start_agent("guest", *flags)
     job.wait_for_world(2)
     (job.folder / "fail.host").touch()
     alone = job.wait_for_world(1, after=1)
@@ -213,7 +213,7 @@ def test_nodes_meet_in_an_etcd_and_leave_only_records_there(job: Job, tmp_path: 
         dead = f"127.0.0.1:{free_port()}"
         flags = ("--nnodes", "1:2", "--rdzv-backend", "etcd", "--rdzv-id", "job")
         place = ("--rdzv-endpoint", f"{dead},{etcd.endpoint}")
-        nodes = [job.run(name, *flags, *place) for name in "ab"]
+        nodes = [job.start_agent(name, *flags, *place) for name in "ab"]
         check_consistent_world(job.wait_for_world(2))
         job.finish()
         assert [node.exit_code() for node in nodes] == [0, 0]
@@ -228,7 +228,7 @@ def test_a_killed_node_is_missed_in_an_etcd_after_its_lease(job: Job, tmp_path: 
         place = ("--rdzv-backend", "etcd-v2", "--rdzv-endpoint", etcd.endpoint)
         flags = ("--nnodes", "1:2", "--rdzv-id", "job", *place)
         conf = ("--rdzv-conf", "keep_alive_interval=0.5,keep_alive_max_attempt=4,etcd_prefix=/jobs")
-        nodes = {name: job.run(name, *flags, *conf) for name in "ab"}
+        nodes = {name: job.start_agent(name, *flags, *conf) for name in "ab"}
         job.wait_for_world(2)
         nodes["a"].kill()
         (alone,) = job.wait_for_world(1, after=1)

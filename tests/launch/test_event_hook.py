@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from jobs import WITHOUT_TORCH, Job
-from modules import with_module
+from modules import write_module
 
 from elasticlib import Event, LaunchConfig, elastic_launch
 from elasticlib.errors import ConfigError
@@ -39,11 +39,11 @@ def run_id() -> str:
 
 
 def test_function_gets_every_event_of_a_job_and_its_errors_do_not_stop_the_job(job: Job) -> None:
-    path = with_module(job.folder / "site", "charts", MODULE)
+    path = write_module(job.folder / "site", "charts", MODULE)
     received = job.folder / "received.jsonl"
     flags = ("--standalone", "--max-restarts", "1", "--on-event", "charts:forward")
     agent = job.start(
-        *("a", *job.agent(*flags)),
+        *("a", *job.agent_command(*flags)),
         PYTHONPATH=os.pathsep.join([str(path), WITHOUT_TORCH]),
         FORWARD_TO=str(received),
     )
@@ -125,11 +125,13 @@ def test_invalid_function_is_rejected_with_the_config(name: str, message: str) -
 def test_function_that_cannot_be_imported_is_an_error_before_workers_start(
     name: str, message: str, job: Job
 ) -> None:
-    agent = job.start("a", *job.agent("--standalone", "--on-event", name), PYTHONPATH=WITHOUT_TORCH)
+    agent = job.start(
+        "a", *job.agent_command("--standalone", "--on-event", name), PYTHONPATH=WITHOUT_TORCH
+    )
     assert agent.exit_code() == 2
     assert f"elasticrun: error: {message}" in agent.text
     assert not [*job.temporary.glob("*/*/events.jsonl")]
-    assert not [*job.folder.glob("place.*")]
+    assert not [*job.folder.glob("report.*")]
 
 
 def test_a_command_line_passes_the_name_to_the_config(tmp_path: Path) -> None:

@@ -24,9 +24,9 @@ COMMAND = (sys.executable, "-m", "elasticlib.launch.cli", "events")
 
 def test_events_of_a_finished_run_are_printed_one_per_line(job: Job) -> None:
     flags = ("--standalone", "--max-restarts", "1", "--rdzv-id", "job7")
-    agent = job.start("a", *job.agent(*flags), PYTHONPATH=WITHOUT_TORCH)
-    (place,) = job.wait_for_world(1)
-    os.kill(place["pid"], signal.SIGKILL)
+    agent = job.start("a", *job.agent_command(*flags), PYTHONPATH=WITHOUT_TORCH)
+    (report,) = job.wait_for_world(1)
+    os.kill(report["pid"], signal.SIGKILL)
     job.wait_for_world(1, after=1)
     job.finish()
     assert agent.exit_code() == 0
@@ -39,7 +39,7 @@ def test_events_of_a_finished_run_are_printed_one_per_line(job: Job) -> None:
         assert line.split()[2:5] == [event.node, str(event.generation or "-"), event.kind]
     assert f"1 worker on {events[0].text('host')}: " in lines[0]
     (died,) = (line for line in lines if " worker.exited " in line and "SIGKILL" in line)
-    assert f"worker of rank 0 (local 0, pid {place['pid']}) was killed by SIGKILL" in died
+    assert f"worker of rank 0 (local 0, pid {report['pid']}) was killed by SIGKILL" in died
     assert lines[-1].endswith("succeeded: 1 node done (exit code 0)")
     printed, _ = job.run_command("events", "--json", "job7")
     assert printed.encode() == b"".join(path.read_bytes() for path in _event_files(job))
@@ -50,7 +50,7 @@ def _event_files(job: Job) -> list[Path]:
 
 
 def test_a_run_is_followed_with_agents_that_join_later_until_it_has_finished(job: Job) -> None:
-    flags = ("--nnodes", "1:2", "--rdzv-id", "job7", "--rdzv-endpoint", job.store())
+    flags = ("--nnodes", "1:2", "--rdzv-id", "job7", "--rdzv-endpoint", job.start_store())
     nodes = [_agent(job, "a", flags)]
     job.wait_for_world(1)
     follower = job.start("follower", *COMMAND, "-f", "--json")
@@ -70,12 +70,12 @@ def test_a_run_is_followed_with_agents_that_join_later_until_it_has_finished(job
 
 
 def _agent(job: Job, name: str, flags: tuple[str, ...]) -> Node:
-    command = job.agent(*flags, "--rdzv-conf", "last_call_timeout=0.3")
+    command = job.agent_command(*flags, "--rdzv-conf", "last_call_timeout=0.3")
     return job.start(name, *command, PYTHONPATH=WITHOUT_TORCH)
 
 
 def test_following_ends_when_the_agent_is_killed(job: Job) -> None:
-    agent = job.start("a", *job.agent("--standalone"), PYTHONPATH=WITHOUT_TORCH)
+    agent = job.start("a", *job.agent_command("--standalone"), PYTHONPATH=WITHOUT_TORCH)
     job.wait_for_world(1)
     follower = job.start("follower", *COMMAND, "--follow")
     follower.wait_for_log("worker.started")
@@ -87,7 +87,7 @@ def test_following_ends_when_the_agent_is_killed(job: Job) -> None:
 def test_an_unknown_run_is_an_error_that_names_the_known_ones(job: Job) -> None:
     job.finish()
     agent = job.start(
-        "a", *job.agent("--standalone", "--rdzv-id", "job7"), PYTHONPATH=WITHOUT_TORCH
+        "a", *job.agent_command("--standalone", "--rdzv-id", "job7"), PYTHONPATH=WITHOUT_TORCH
     )
     assert agent.exit_code() == 0
     out, error = job.run_command("events", "job8", code=4)
@@ -98,7 +98,7 @@ def test_an_unknown_run_is_an_error_that_names_the_known_ones(job: Job) -> None:
 
 def test_a_reader_that_closes_the_pipe_ends_the_command(job: Job) -> None:
     job.finish()
-    agent = job.start("a", *job.agent("--standalone"), PYTHONPATH=WITHOUT_TORCH)
+    agent = job.start("a", *job.agent_command("--standalone"), PYTHONPATH=WITHOUT_TORCH)
     assert agent.exit_code() == 0
     command = f"{' '.join(COMMAND)} | head -n 1"
     done = subprocess.run(
@@ -114,7 +114,7 @@ def test_a_reader_that_closes_the_pipe_ends_the_command(job: Job) -> None:
 
 
 def test_an_interrupt_ends_following_with_success(job: Job) -> None:
-    job.start("a", *job.agent("--standalone"), PYTHONPATH=WITHOUT_TORCH)
+    job.start("a", *job.agent_command("--standalone"), PYTHONPATH=WITHOUT_TORCH)
     job.wait_for_world(1)
     follower = job.start("follower", *COMMAND, "-f")
     follower.wait_for_log("worker.started")

@@ -14,11 +14,13 @@ from typing import Any
 import attrs
 import pytest
 from jobs import WITHOUT_TORCH
-from pages import blocks_of, by_name
+from pages import name_blocks, read_page
 
 from elasticlib import Event, LaunchConfig, Script, elastic_launch
 
-CODE = by_name([code for language, code in blocks_of("guide/events.md")[1] if language == "python"])
+CODE = name_blocks(
+    [code for language, code in read_page("guide/events.md")[1] if language == "python"]
+)
 TRAIN = """
 import os
 from elasticlib import context
@@ -132,6 +134,6 @@ def test_the_module_for_elasticrun_logs_to_wandb(
 
 
 def test_the_page_names_fields_of_the_event() -> None:
-    text, _ = blocks_of("guide/events.md")
+    text, _ = read_page("guide/events.md")
     for field in attrs.fields(Event):
         assert f"`{field.name}`" in text

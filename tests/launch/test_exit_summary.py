@@ -11,7 +11,7 @@ import sys
 
 import pytest
 from jobs import PROGRAMS, WITHOUT_TORCH, Job
-from modules import path_with
+from modules import extend_pythonpath
 
 from elasticlib.launch.elastic_launch import _remote_status_hint
 from elasticlib.launch.launch_config import LaunchConfig
@@ -36,7 +36,7 @@ def test_a_run_of_several_nodes_says_how_to_see_it_from_a_login_node(
 def test_a_run_that_lost_a_worker_says_what_that_cost_and_where_to_read_more(job: Job) -> None:
     logs = job.folder / "logs"
     flags = ("--max-restarts", "1", "--rdzv-id", "a b", "--log-dir", str(logs))
-    agent = job.start("a", *job.agent("--standalone", *flags), PYTHONPATH=WITHOUT_TORCH)
+    agent = job.start("a", *job.agent_command("--standalone", *flags), PYTHONPATH=WITHOUT_TORCH)
     os.kill(job.wait_for_world(1)[0]["pid"], signal.SIGKILL)
     job.wait_for_world(1, after=1)
     job.finish()
@@ -62,7 +62,7 @@ def test_a_run_that_lost_a_worker_says_what_that_cost_and_where_to_read_more(job
 
 
 def test_a_run_that_lost_nothing_says_it_in_three_lines(job: Job) -> None:
-    command = job.agent("--standalone", "--rdzv-id", "calm")
+    command = job.agent_command("--standalone", "--rdzv-id", "calm")
     job.finish()
     agent = job.start("a", *command, PYTHONPATH=WITHOUT_TORCH, LOGLEVEL="ERROR")
     assert agent.exit_code() == 0
@@ -79,8 +79,8 @@ def test_import_of_torch_is_not_counted_as_rendezvous(job: Job) -> None:
     with (torch / "__init__.py").open("a") as module:
         module.write("\nimport time; time.sleep(3)\n")
     job.finish()
-    command = job.agent("--standalone", "--start-method", "forkserver")
-    agent = job.start("a", *command, PYTHONPATH=path_with(torch.parent))
+    command = job.agent_command("--standalone", "--start-method", "forkserver")
+    agent = job.start("a", *command, PYTHONPATH=extend_pythonpath(torch.parent))
     assert agent.exit_code() == 0
     found = agent.wait_for_log(r"generation 1: imports took (\S+) s, rendezvous took (\S+) s; ")
     assert float(found.group(1)) > 2
@@ -91,7 +91,7 @@ def test_import_of_torch_is_not_counted_as_rendezvous(job: Job) -> None:
 
 def test_a_run_without_events_names_no_report(job: Job) -> None:
     job.finish()
-    command = job.agent("--standalone", fields={"events": False})
+    command = job.agent_command("--standalone", fields={"events": False})
     agent = job.start("a", *command, PYTHONPATH=WITHOUT_TORCH, LOGLEVEL="ERROR")
     assert agent.exit_code() == 0
     first, last = agent.text.splitlines()

@@ -18,21 +18,21 @@ pytestmark = pytest.mark.faults
 ALLREDUCE = str(PROGRAMS / "allreduce.py")
 
 
-def kill_one_of(places: list[dict[str, Any]]) -> None:
-    os.kill(places[-1]["pid"], signal.SIGKILL)
+def kill_one_of(reports: list[dict[str, Any]]) -> None:
+    os.kill(reports[-1]["pid"], signal.SIGKILL)
 
 
-def check_fresh(places: list[dict[str, Any]], address: str, port: int) -> None:
+def check_fresh(reports: list[dict[str, Any]], address: str, port: int) -> None:
     """All met at a store to which none but these have come, at the place that they were told."""
-    assert sorted(place["came"] for place in places) == list(range(1, len(places) + 1))
-    assert {(place["MASTER_ADDR"], place["MASTER_PORT"]) for place in places} == {
+    assert sorted(report["came"] for report in reports) == list(range(1, len(reports) + 1))
+    assert {(report["MASTER_ADDR"], report["MASTER_PORT"]) for report in reports} == {
         (address, str(port))
     }
 
 
 def start(job: Job, rank: int, *flags: str, url: str, **extra: str) -> Node:
     own = ("--nproc-per-node=2", f"--node-rank={rank}", "--max-restarts=2", *flags)
-    command = job.agent(*own, program=ALLREDUCE, worker=(url,))
+    command = job.agent_command(*own, program=ALLREDUCE, worker=(url,))
     return job.start(f"n{rank}", *command, **extra)
 
 
@@ -47,11 +47,11 @@ def test_static_workers_meet_by_tcp_at_the_master_port_in_each_generation(
     started = [start(job, rank, *place, url=url, **extra) for rank in range(nodes)]
     generation = 0
     for failures in range(3):
-        places = job.wait_for_world(2 * nodes, after=generation)
-        generation = generation_of(places)
-        check_fresh(places, "127.0.0.1", port)
+        reports = job.wait_for_world(2 * nodes, after=generation)
+        generation = generation_of(reports)
+        check_fresh(reports, "127.0.0.1", port)
         if failures < 2:
-            kill_one_of(places)
+            kill_one_of(reports)
     job.finish()
     assert [node.exit_code() for node in started] == [0] * nodes
 
@@ -85,15 +85,15 @@ def test_a_library_with_a_store_of_its_own_meets_again_after_each_failure(
 ) -> None:
     program = str(PROGRAMS / "own_store.py")
     flags = ("--standalone", "--nproc-per-node=2", "--max-restarts=2")
-    command = job.agent(*flags, program=program, worker=(where, str(free_port())))
+    command = job.agent_command(*flags, program=program, worker=(where, str(free_port())))
     node = job.start("n0", *command)
     generation = 0
     for failures in range(3):
-        places = job.wait_for_world(2, after=generation)
-        generation = generation_of(places)
-        assert sorted(place["came"] for place in places) == [1, 2]
-        assert [place["all"] for place in places] == [2, 2]
+        reports = job.wait_for_world(2, after=generation)
+        generation = generation_of(reports)
+        assert sorted(report["came"] for report in reports) == [1, 2]
+        assert [report["all"] for report in reports] == [2, 2]
         if failures < 2:
-            kill_one_of(places)
+            kill_one_of(reports)
     job.finish()
     assert node.exit_code() == 0

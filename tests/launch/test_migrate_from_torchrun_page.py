@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed.run as torchrun
-from pages import blocks_of
+from pages import read_page
 
 from elasticlib import Command, Module, Script, WorkerSpec
 from elasticlib.defaults import UNSUPPORTED_TORCHRUN_OPTIONS
@@ -16,7 +16,7 @@ from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import parse_launch
 from elasticlib.workers.spec import Worker, WorkerGroup, worker_environment
 
-TEXT, BLOCKS = blocks_of("migrate_from_torchrun.md")
+TEXT, BLOCKS = read_page("migrate_from_torchrun.md")
 ROWS = re.findall(r"^\| `(--[a-z-]+)`[^|]*\| (\w+) \| ", TEXT, re.MULTILINE)
 VARIABLES = dict(re.findall(r"^\| `([A-Z_]+)` \| (.*) \|$", TEXT, re.MULTILINE))
 LINES = [line for name, code in BLOCKS if name == "sh" for line in code.splitlines()]

@@ -61,7 +61,7 @@ def get(address: str, path: str) -> tuple[int, str]:
 
 
 def started(job: Job, *flags: str, **extra: str) -> Node:
-    command = job.agent(*FLAGS, *flags, program=TALKER)
+    command = job.agent_command(*FLAGS, *flags, program=TALKER)
     return job.start("a", *command, PYTHONPATH=WITHOUT_TORCH, **extra)
 
 

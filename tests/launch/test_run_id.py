@@ -48,7 +48,7 @@ def test_the_directories_the_status_and_the_report_of_a_job_use_its_generated_na
 ) -> None:
     logs = job.folder / "logs"
     agent = job.start(
-        "a", *job.agent("--standalone", "--log-dir", str(logs)), PYTHONPATH=WITHOUT_TORCH
+        "a", *job.agent_command("--standalone", "--log-dir", str(logs)), PYTHONPATH=WITHOUT_TORCH
     )
     job.wait_for_world(1)
     name = agent.wait_for_log(r'run (\S+) started; status: "elasticlib status (\S+)"').group(1)

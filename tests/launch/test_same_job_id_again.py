@@ -47,7 +47,7 @@ def place(request: pytest.FixtureRequest, job: Job, tmp_path: Path) -> Iterator[
         flags = ("--rdzv-backend", "file", "--rdzv-endpoint", folder)
         yield Place(flags, lambda: FileStore(folder))
     elif request.param == "tcp":
-        endpoint = job.store()
+        endpoint = job.start_store()
         yield Place(("--rdzv-endpoint", endpoint), lambda: TcpStore(*split_endpoint(endpoint)))
     else:
         with EtcdServer(tmp_path / "etcd") as etcd:
@@ -93,11 +93,11 @@ def test_the_same_command_trains_again_after_all_nodes_were_killed(job: Job, pla
     # As when a scheduler ends all nodes of a job at once and starts the job again.
     flags = (*place.flags, "--rdzv-id", RUN_ID, "--nnodes", "1:2")
     fast = ("--rdzv-conf", "keep_alive_interval=0.2")
-    killed = [job.run(name, *flags, *fast) for name in "ab"]
+    killed = [job.start_agent(name, *flags, *fast) for name in "ab"]
     job.wait_for_world(2)
     for node in killed:
         node.kill()
-    started = [job.run(name, *flags, *fast) for name in "cd"]
+    started = [job.start_agent(name, *flags, *fast) for name in "cd"]
     places = job.wait_for_world(2, after=1)
     assert sorted(place["node"] for place in places) == ["c", "d"]
     job.finish()
@@ -110,9 +110,9 @@ def test_a_node_that_starts_while_a_node_of_the_ended_run_lives_gets_its_result(
     # The lease outlasts the test, so that the stopped spare counts as alive.
     lease = ("--rdzv-conf", "keep_alive_interval=0.5,keep_alive_max_attempt=1000")
     flags = (*place.flags, "--rdzv-id", RUN_ID, "--nnodes", "1", *lease)
-    member = job.run("member", *flags)
+    member = job.start_agent("member", *flags)
     workers = job.wait_for_world(1)
-    spare = job.run("spare", *flags)
+    spare = job.start_agent("spare", *flags)
     nodes = StoreKeys(RUN_ID).node()
     with place.open() as store:
         wait_until("the spare to be announced", lambda: len(store.list(nodes).entries) == 2)
@@ -120,11 +120,11 @@ def test_a_node_that_starts_while_a_node_of_the_ended_run_lives_gets_its_result(
     job.finish()
     assert member.exit_code() == 0
 
-    late = job.run("late", *flags)
+    late = job.start_agent("late", *flags)
     assert late.exit_code() == 0
     late.wait_for_log("SUCCEEDED: .*no workers ran on this node")
     spare.signal(signal.SIGCONT)
     assert spare.exit_code() == 0
     spare.wait_for_log("SUCCEEDED: .*no workers ran on this node")
-    assert job.places(1) == workers
-    assert not job.places(2)
+    assert job.reports(1) == workers
+    assert not job.reports(2)

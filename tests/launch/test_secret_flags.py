@@ -85,11 +85,11 @@ def test_nodes_with_the_secret_settle_and_others_are_told_why_not(job: Job) -> N
     endpoint = f"127.0.0.1:{free_port()}"
     flags = ("--nnodes", "2:3", "--rdzv-endpoint", endpoint)
     conf = ("--rdzv-conf", f"secret_file={job.folder / 'secret'}")
-    host = job.run("host", *flags, **{VARIABLE: "open sesame, please"})
+    host = job.start_agent("host", *flags, **{VARIABLE: "open sesame, please"})
     host.wait_for_log("this node hosts the store")
-    wrong = job.run("wrong", *flags, **{VARIABLE: "open barley, please"})
-    none = job.run("none", *flags)
-    guest = job.run("guest", *flags, *conf)
+    wrong = job.start_agent("wrong", *flags, **{VARIABLE: "open barley, please"})
+    none = job.start_agent("none", *flags)
+    guest = job.start_agent("guest", *flags, *conf)
     check_consistent_world(job.wait_for_world(2))
     assert (wrong.exit_code(), none.exit_code()) == (1, 1)
     assert (
@@ -106,8 +106,8 @@ def test_nodes_with_the_secret_settle_and_others_are_told_why_not(job: Job) -> N
 
 @pytest.mark.faults
 def test_a_node_with_a_secret_leaves_a_store_without_one(job: Job) -> None:
-    flags = ("--nnodes", "1:2", "--rdzv-endpoint", job.store())
-    node = job.run("a", *flags, **{VARIABLE: "open sesame, please"})
+    flags = ("--nnodes", "1:2", "--rdzv-endpoint", job.start_store())
+    node = job.start_agent("a", *flags, **{VARIABLE: "open sesame, please"})
     assert node.exit_code() == 1
     assert "asks for no secret, and this client has one" in node.text
 
@@ -144,7 +144,7 @@ def test_the_store_command_asks_for_the_secret_of_its_file(job: Job) -> None:
     store = job.start("store", *command, "--secret-file", str(job.folder / "secret"))
     endpoint = store.wait_for_log(r"(127\.0\.0\.1:\d+)").group(1)
     job.finish()
-    node = job.run("a", "--rdzv-endpoint", endpoint, **{VARIABLE: "open sesame, please"})
+    node = job.start_agent("a", "--rdzv-endpoint", endpoint, **{VARIABLE: "open sesame, please"})
     assert node.exit_code() == 0
     refused = job.start("refused", *command, "--secret-file", "/nowhere")
     assert refused.exit_code() == 2

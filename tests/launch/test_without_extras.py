@@ -69,7 +69,7 @@ def test_a_job_and_each_command_about_it(job: Job) -> None:
     flags = (*flags, "--observe-port", "0", "--rdzv-id", "plain", "--log-dir", f"{job.folder}/logs")
     agent = job.start(
         "a",
-        *job.agent(*flags, "--redirects", "3", program=TALKER),
+        *job.agent_command(*flags, "--redirects", "3", program=TALKER),
         PYTHONPATH=os.pathsep.join((NO_EXTRAS, WITHOUT_TORCH)),
     )
     address = agent.wait_for_log(r"at http://(127\.0\.0\.1:\d+)/healthz").group(1)

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from pages import blocks_of, by_name
+from pages import name_blocks, read_page
 from ranks import Ranks
 
 from elasticlib import load_checkpoint
 
-TEXT, BLOCKS = blocks_of("bitwise_reproducibility.md")
+TEXT, BLOCKS = read_page("bitwise_reproducibility.md")
 (COMMANDS,) = (code.strip().splitlines() for kind, code in BLOCKS if kind == "sh")
-FILES = by_name([code for kind, code in BLOCKS if kind == "python"])
+FILES = name_blocks([code for kind, code in BLOCKS if kind == "python"])
 
 
 def equal(one: object, other: object) -> bool:

@@ -40,7 +40,9 @@ def steps_of(job: Job) -> list[int]:
 def run_with_a_loss(job: Job) -> list[Event]:
     """Two workers; the second is killed, and after a restart they work until they are drained."""
     flags = ("--nproc-per-node", "2", "--max-restarts", "1", "--log-dir", str(job.folder / "logs"))
-    command = job.agent("--standalone", *flags, program=CONTEXT, worker=("checkpoint", "10"))
+    command = job.agent_command(
+        "--standalone", *flags, program=CONTEXT, worker=("checkpoint", "10")
+    )
     agent = job.start("a", *command, PYTHONPATH=WITHOUT_TORCH)
     first = job.wait_for_world(2)
     wait_until("steps beyond a checkpoint", lambda: len(steps_of(job)) > 25)
@@ -105,7 +107,7 @@ def test_report_counts_each_checkpoint_and_snapshot_however_fast_they_come(job: 
         "    context.report_snapshot(step)\n"
         "    if step % 32 == 31: context.report_saved(step)\n"
     )
-    command = job.agent("--standalone", "--nproc-per-node", "2", program=str(script))
+    command = job.agent_command("--standalone", "--nproc-per-node", "2", program=str(script))
     agent = job.start("a", *command, PYTHONPATH=WITHOUT_TORCH)
     assert agent.exit_code() == 0, agent.text
     (run,) = (job.temporary / runs_dir().name).iterdir()
@@ -137,7 +139,7 @@ def found_by_every_name(job: Job) -> None:
 
 def test_a_run_that_is_to_keep_no_events_leaves_none(job: Job) -> None:
     flags = ("--standalone", "--log-dir", str(job.folder / "logs"))
-    command = job.agent(*flags, fields={"events": False})
+    command = job.agent_command(*flags, fields={"events": False})
     agent = job.start("a", *command, PYTHONPATH=WITHOUT_TORCH)
     job.wait_for_world(1)
     job.finish()
@@ -148,7 +150,7 @@ def test_a_run_that_is_to_keep_no_events_leaves_none(job: Job) -> None:
 
 def test_a_run_whose_events_cannot_be_kept_is_run_all_the_same(job: Job) -> None:
     (job.temporary / runs_dir().name).symlink_to(job.folder)
-    agent = job.run("a", "--standalone", PYTHONPATH=WITHOUT_TORCH)
+    agent = job.start_agent("a", "--standalone", PYTHONPATH=WITHOUT_TORCH)
     job.wait_for_world(1)
     job.finish()
     assert agent.exit_code() == 0
@@ -168,7 +170,7 @@ for step in range(800):
 def test_report_shows_losses_that_were_sampled_during_the_run(job: Job) -> None:
     program = job.folder / "quick.py"
     program.write_text(QUICK)
-    command = job.agent("--standalone", program=str(program), worker=("0.004",))
+    command = job.agent_command("--standalone", program=str(program), worker=("0.004",))
     agent = job.start("a", *command, PYTHONPATH=WITHOUT_TORCH)
     assert agent.exit_code() == 0, agent.text
     made = build_report(find_runs("", directory=job.temporary / runs_dir().name))

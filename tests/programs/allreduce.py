@@ -21,22 +21,22 @@ def main() -> None:
     numbers = {name: int(os.environ[name.upper()]) for name in ("rank", "world_size")}
     dist.init_process_group("gloo", init_method=where, **numbers)
     names = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
-    place = {name: os.environ[name] for name in names} | {"pid": os.getpid()}
-    place["came"] = dist.distributed_c10d._get_default_store().add("came", 1)
+    report = {name: os.environ[name] for name in names} | {"pid": os.getpid()}
+    report["came"] = dist.distributed_c10d._get_default_store().add("came", 1)
     # torchrun, which the benchmarks run beside ours, counts restarts alone.
-    place["ELASTICLIB_GENERATION"] = os.environ.get(
-        "ELASTICLIB_GENERATION", place["TORCHELASTIC_RESTART_COUNT"]
+    report["ELASTICLIB_GENERATION"] = os.environ.get(
+        "ELASTICLIB_GENERATION", report["TORCHELASTIC_RESTART_COUNT"]
     )
     told = torch.zeros(1)
     while not told:
         # All ranks must see the end in the same step.
         told = torch.tensor([float((folder / "finish").exists())])
         dist.all_reduce(told, dist.ReduceOp.MAX)
-        if place:
-            name = f"place.{place['ELASTICLIB_GENERATION']}.{place['RANK']}.{place['pid']}"
-            (folder / f"{name}.part").write_text(json.dumps(place))
+        if report:
+            name = f"report.{report['ELASTICLIB_GENERATION']}.{report['RANK']}.{report['pid']}"
+            (folder / f"{name}.part").write_text(json.dumps(report))
             (folder / f"{name}.part").rename(folder / f"{name}.json")
-            place = {}
+            report = {}
         if "once" in sys.argv[2:]:
             while not (folder / "finish").exists():
                 time.sleep(0.02)

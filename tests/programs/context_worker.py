@@ -69,11 +69,11 @@ def hang_once(folder: Path) -> None:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    place = {name: os.environ[name] for name in NAMES} | {"pid": os.getpid(), "beside": []}
-    place["node"] = os.environ.get("NODE", "")
-    generation, rank = place["ELASTICLIB_GENERATION"], int(place["RANK"])
-    ranks = Ranks(folder, generation, rank, int(place["WORLD_SIZE"]))
-    write(folder / f"place.{generation}.{rank}.{os.getpid()}.json", place)
+    report = {name: os.environ[name] for name in NAMES} | {"pid": os.getpid(), "still_running": []}
+    report["node"] = os.environ.get("NODE", "")
+    generation, rank = report["ELASTICLIB_GENERATION"], int(report["RANK"])
+    ranks = Ranks(folder, generation, rank, int(report["WORLD_SIZE"]))
+    write(folder / f"report.{generation}.{rank}.{os.getpid()}.json", report)
     every, seconds = int(option("checkpoint", "0")), float(option("save", "0"))
     hang = sys.argv[sys.argv.index("hang") + 1 :][:2] if "hang" in sys.argv else []
     context, checkpoint, step = elasticlib.context(), folder / "checkpoint", 0

@@ -37,7 +37,7 @@ def running(pid: int) -> bool:
 def beside(folder: Path, node: str, generation: int) -> list[int]:
     earlier = [
         json.loads(file.read_text())
-        for file in folder.glob("place.*.json")
+        for file in folder.glob("report.*.json")
         if int(file.name.split(".")[1]) < generation
     ]
     return [said["pid"] for said in earlier if said["node"] == node and running(said["pid"])]
@@ -46,15 +46,15 @@ def beside(folder: Path, node: str, generation: int) -> list[int]:
 def main() -> None:
     folder, modes = Path(sys.argv[1]), sys.argv[2:]
     node = os.environ.get("NODE", "")
-    place = {name: os.environ[name] for name in NAMES} | {"pid": os.getpid(), "node": node}
-    place["beside"] = beside(folder, node, int(place["ELASTICLIB_GENERATION"]))
+    report = {name: os.environ[name] for name in NAMES} | {"pid": os.getpid(), "node": node}
+    report["still_running"] = beside(folder, node, int(report["ELASTICLIB_GENERATION"]))
     if "ignore-term" in modes:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if "child" in modes:
         deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
-        place["child"] = subprocess.Popen([sys.executable, "-S", "-c", deaf]).pid
-    name = f"place.{place['ELASTICLIB_GENERATION']}.{place['RANK']}.{place['pid']}"
-    (folder / f"{name}.part").write_text(json.dumps(place))
+        report["child"] = subprocess.Popen([sys.executable, "-S", "-c", deaf]).pid
+    name = f"report.{report['ELASTICLIB_GENERATION']}.{report['RANK']}.{report['pid']}"
+    (folder / f"{name}.part").write_text(json.dumps(report))
     (folder / f"{name}.part").rename(folder / f"{name}.json")
     count = 0
     # Busy on purpose: a worker that computes looks at nothing and is told nothing.

@@ -2,7 +2,7 @@
 
 KILLS are steps, comma-separated: in generation n rank 1 kills itself as it begins the nth, and
 leaves the time in the file HOLD.killed. No step is begun past the number in the file HOLD, while it
-is there. TRACE is the prefix of what `traces.survey` reads, and FOLDER the example's argument.
+is there. TRACE is the prefix of what `traces.read_traces` reads, and FOLDER the example's argument.
 
 The examples know nothing of this: which samples a step uses is seen where their rows of numbers
 come to the model, and the epoch of a step follows from its number.

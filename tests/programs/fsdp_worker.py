@@ -68,15 +68,15 @@ def train(state) -> None:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    place = {name: os.environ[name] for name in NAMES} | {"pid": os.getpid(), "beside": []}
+    report = {name: os.environ[name] for name in NAMES} | {"pid": os.getpid(), "still_running": []}
     dist.init_process_group("gloo")
     manager = CheckpointManager(folder / "checkpoints")
-    state, rank, generation = made(), place["RANK"], place["ELASTICLIB_GENERATION"]
+    state, rank, generation = made(), report["RANK"], report["ELASTICLIB_GENERATION"]
     found = manager.restore(state)
-    place |= {"node": os.environ["NODE"], "restored": found.step, "source": found.source}
-    place |= {"memory": os.path.dirname(os.environ["ELASTICLIB_SNAPSHOTS"])}
-    place |= {"digest": digest(state) if found.step else ""}
-    write(folder / f"place.{generation}.{rank}.{os.getpid()}.json", place)
+    report |= {"node": os.environ["NODE"], "restored": found.step, "source": found.source}
+    report |= {"memory": os.path.dirname(os.environ["ELASTICLIB_SNAPSHOTS"])}
+    report |= {"digest": digest(state) if found.step else ""}
+    write(folder / f"report.{generation}.{rank}.{os.getpid()}.json", report)
     while True:
         while int((folder / "permit").read_text()) <= state["step"]:
             if (folder / "finish").exists():

@@ -1,10 +1,10 @@
 """A training with logical workers and `elasticlib.steps`, whose speed a test controls.
 
 Usage: in_place_training.py FOLDER EPOCHS SAMPLES BATCH. Before a worker takes part in a step, it
-appends its samples to FOLDER/trace.*, which `traces.survey` reads. When the step is committed, it
-appends a line to FOLDER/committed.NODE.LOCAL_RANK.PID. While FOLDER/pace exists, each step sleeps
-for as many seconds, at a line that changes from step to step, and longer in the second half of the
-run, so that the run does not finish. While FOLDER/raise exists, rank 0 raises an error.
+appends its samples to FOLDER/trace.*, which `traces.read_traces` reads. When the step is committed,
+it appends a line to FOLDER/committed.NODE.LOCAL_RANK.PID. While FOLDER/pace exists, each step
+sleeps for as many seconds, at a line that changes from step to step, and longer in the second half
+of the run, so that the run does not finish. While FOLDER/raise exists, rank 0 raises an error.
 """
 
 import json

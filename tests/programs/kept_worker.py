@@ -49,12 +49,17 @@ class Worker:
                 return False
             time.sleep(LOOK_SECONDS)
         os.environ.update(variables)
-        place = {name: os.environ.get(name, "") for name in NAMES}
-        place |= {"pid": os.getpid(), "node": os.environ["NODE"], "step": self.step, "beside": []}
-        name = f"place.{place['ELASTICLIB_GENERATION']}.{place['RANK']}.{place['pid']}"
-        (self.folder / f"{name}.part").write_text(json.dumps(place))
+        report = {name: os.environ.get(name, "") for name in NAMES}
+        report |= {
+            "pid": os.getpid(),
+            "node": os.environ["NODE"],
+            "step": self.step,
+            "still_running": [],
+        }
+        name = f"report.{report['ELASTICLIB_GENERATION']}.{report['RANK']}.{report['pid']}"
+        (self.folder / f"{name}.part").write_text(json.dumps(report))
         (self.folder / f"{name}.part").rename(self.folder / f"{name}.json")
-        print(f"generation {place['ELASTICLIB_GENERATION']}", flush=True)
+        print(f"generation {report['ELASTICLIB_GENERATION']}", flush=True)
         return True
 
     def get_ready(self) -> None:

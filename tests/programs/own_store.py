@@ -33,7 +33,7 @@ def main() -> None:
     dist.all_reduce(torch.ones(1))
     told = {"came": came, "all": store.add("came", 0), "pid": os.getpid()}
     told |= {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "ELASTICLIB_GENERATION")}
-    name = f"place.{told['ELASTICLIB_GENERATION']}.{rank}.{os.getpid()}.json"
+    name = f"report.{told['ELASTICLIB_GENERATION']}.{rank}.{os.getpid()}.json"
     (folder / f"{name}.part").write_text(json.dumps(told))
     (folder / f"{name}.part").rename(folder / name)
     end = torch.zeros(1)

@@ -24,14 +24,14 @@ asked = []
 def main() -> None:
     folder, seconds = Path(sys.argv[1]), float(sys.argv[2])
     node = os.environ.get("NODE", "")
-    place = {name: os.environ[name] for name in NAMES} | {"pid": os.getpid(), "node": node}
-    generation, rank = place["ELASTICLIB_GENERATION"], place["RANK"]
-    place["saved"] = sorted(file.name for file in folder.glob("saved.*"))
-    place["beside"] = []
+    report = {name: os.environ[name] for name in NAMES} | {"pid": os.getpid(), "node": node}
+    generation, rank = report["ELASTICLIB_GENERATION"], report["RANK"]
+    report["saved"] = sorted(file.name for file in folder.glob("saved.*"))
+    report["still_running"] = []
     signal.signal(signal.SIGTERM, lambda *_: asked.append("SIGTERM"))
     child = subprocess.Popen(["sleep", "600"])
-    name = f"place.{generation}.{rank}.{os.getpid()}"
-    (folder / f"{name}.part").write_text(json.dumps(place))
+    name = f"report.{generation}.{rank}.{os.getpid()}"
+    (folder / f"{name}.part").write_text(json.dumps(report))
     (folder / f"{name}.part").rename(folder / f"{name}.json")
     notice = folder / f"notice.{node}.{generation}"
     hold = folder / f"hold.{rank}"

@@ -65,20 +65,20 @@ def bits(value: object) -> str:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    place = {name: os.environ[name] for name in NAMES} | {"pid": os.getpid(), "beside": []}
+    report = {name: os.environ[name] for name in NAMES} | {"pid": os.getpid(), "still_running": []}
     where = snapshot_location()
     assert where is not None
-    place |= {"node": os.environ["NODE"], "memory": str(Path(where.folder).parent)}
+    report |= {"node": os.environ["NODE"], "memory": str(Path(where.folder).parent)}
     dist.init_process_group("gloo")
     model, optimizer = made()
     state = {"model": model, "optimizer": optimizer, "step": 0}
     with CheckpointManager(folder / "no checkpoints") as manager:
         found = manager.restore(state)
         assert found.step == state["step"]
-        place |= {"step": found.step, "source": found.source, "skipped": found.skipped}
-        place["bits"] = bits([model.state_dict(), optimizer.state_dict()])
-        generation, rank = place["ELASTICLIB_GENERATION"], dist.get_rank()
-        write(folder / f"place.{generation}.{rank}.{os.getpid()}.json", place)
+        report |= {"step": found.step, "source": found.source, "skipped": found.skipped}
+        report["bits"] = bits([model.state_dict(), optimizer.state_dict()])
+        generation, rank = report["ELASTICLIB_GENERATION"], dist.get_rank()
+        write(folder / f"report.{generation}.{rank}.{os.getpid()}.json", report)
         for step in range(found.step + 1, 1_000_000):
             while int((folder / "permit").read_text()) < step:
                 if (folder / "finish").exists():

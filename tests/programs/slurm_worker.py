@@ -50,12 +50,12 @@ def agent() -> int:
 
 
 def say_place() -> None:
-    place = {name: os.environ[name] for name in NAMES}
-    place |= {"node": os.uname().nodename, "pid": os.getpid(), "beside": []}
-    place |= {"id": os.environ["TORCHELASTIC_RUN_ID"], "agent": agent()}
-    place["deaf"] = signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
-    name = f"place.{place['ELASTICLIB_GENERATION']}.{place['RANK']}.{place['pid']}"
-    Path(f"{name}.part").write_text(json.dumps(place))
+    report = {name: os.environ[name] for name in NAMES}
+    report |= {"node": os.uname().nodename, "pid": os.getpid(), "still_running": []}
+    report |= {"id": os.environ["TORCHELASTIC_RUN_ID"], "agent": agent()}
+    report["deaf"] = signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+    name = f"report.{report['ELASTICLIB_GENERATION']}.{report['RANK']}.{report['pid']}"
+    Path(f"{name}.part").write_text(json.dumps(report))
     Path(f"{name}.part").rename(f"{name}.json")
 
 

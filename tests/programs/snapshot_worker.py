@@ -36,21 +36,21 @@ def newest_complete(found) -> int:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    place = {name: os.environ[name] for name in NAMES} | {"pid": os.getpid(), "beside": []}
-    rank, world = int(place["RANK"]), int(place["WORLD_SIZE"])
+    report = {name: os.environ[name] for name in NAMES} | {"pid": os.getpid(), "still_running": []}
+    rank, world = int(report["RANK"]), int(report["WORLD_SIZE"])
     where = snapshot_location()
     assert where is not None
     line = {"part": rank, "parts": world, "sharded": True} if "parts" in sys.argv else {}
     memory = SnapshotSource(where, folder=str(folder / "disk"))
     found = memory.list_states()
     step = newest_complete(found)
-    place |= {"node": os.environ["NODE"], "memory": str(Path(where.folder).parent)}
-    place["held"] = [[held.step, held.part, held.num_parts] for held in found]
-    place["wrong"] = [str(held) for held in found if not is_right(memory, held)]
-    ranks = Ranks(folder, place["ELASTICLIB_GENERATION"], rank, world)
+    report |= {"node": os.environ["NODE"], "memory": str(Path(where.folder).parent)}
+    report["held"] = [[held.step, held.part, held.num_parts] for held in found]
+    report["wrong"] = [str(held) for held in found if not is_right(memory, held)]
+    ranks = Ranks(folder, report["ELASTICLIB_GENERATION"], rank, world)
     progress = Ranks(folder, "progress", rank, world)
     # All have looked before any goes on.
-    write(folder / f"place.{place['ELASTICLIB_GENERATION']}.{rank}.{os.getpid()}.json", place)
+    write(folder / f"report.{report['ELASTICLIB_GENERATION']}.{rank}.{os.getpid()}.json", report)
     ranks.together(0)
     memory.resume_from(step)
     numbers = torch.zeros(int(option("size", "8")))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import attrs
-from jobs import alive
+from jobs import is_alive
 
 from elasticlib.observe.event import Event
 
@@ -232,7 +232,7 @@ def _store(stage: Stage, fault: Fault, view: View) -> Effect:
         "the nodes to find the store again",
         lambda: all(node.proxy.open_connections() for node in stage.nodes.present),
     )
-    if alive(old):
+    if is_alive(old):
         raise NoEffect("the store did not die")
     after = stage.wait_for_world(0, stage.board_step() + 2)
     _nothing_failed(stage, at)

@@ -10,7 +10,7 @@ import sys
 from getpass import getuser
 from pathlib import Path
 
-from processes import marked
+from processes import find_processes
 
 from elasticlib.observe.runs import MAX_FINISHED_RECORDS, is_alive, runs_dir
 from elasticlib.testing.waiting import wait_until
@@ -76,7 +76,7 @@ def wrong_with(stage: Stage, calm: Calm) -> list[str]:
 def processes(tag: str) -> set[int]:
     """All that descend from the soak, whoever their parent is now, but for itself."""
     # The parent has made the namespaces that this is in.
-    return marked(TAG, tag) - {os.getpid(), os.getppid()}
+    return find_processes(TAG, tag) - {os.getpid(), os.getppid()}
 
 
 def left(tag: str, temporary: Path, own_memory: bool) -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jobs import alive
+from jobs import is_alive
 
 from elasticlib.checkpoint.catalog import CheckpointCatalog
 from elasticlib.checkpoint.storage import open_storage
@@ -190,7 +190,7 @@ class Stage:
 
     def pids_gone(self, pids: set[int], seconds: float = 5.0) -> None:
         def gone() -> bool:
-            return not any(alive(pid) for pid in pids)
+            return not any(is_alive(pid) for pid in pids)
 
         wait_until(f"processes {sorted(pids)} to be gone", gone, seconds)
 

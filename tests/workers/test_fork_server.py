@@ -17,7 +17,7 @@ from pathlib import Path
 import attrs
 import pytest
 from jobs import WITHOUT_TORCH
-from processes import alive, children
+from processes import find_children, is_alive
 from test_local import Run
 
 from elasticlib.errors import ConfigError
@@ -79,7 +79,7 @@ def test_a_fork_that_cannot_begin_reports_why_and_ends(links: tuple[socket.socke
             assert "the worker's process did not begin: " in answers[0]["error"]
             assert answers[1] == {"number": number, "code": 1}
             ours.send(json.dumps({"op": "reap", "number": number}).encode())
-        wait_until("all forks to be reaped", lambda: children(process.pid) == [])
+        wait_until("all forks to be reaped", lambda: find_children(process.pid) == [])
         for descriptor in (reading, writing, directory):
             os.close(descriptor)
         ours.shutdown(socket.SHUT_RDWR)
@@ -195,11 +195,11 @@ class Fleet(Run):
 @pytest.fixture
 def fleet(tmp_path: Path) -> Iterator[Fleet]:
     fleet = Fleet(tmp_path)
-    before = set(children(os.getpid()))
+    before = set(find_children(os.getpid()))
     yield fleet
     fleet.workers.close()
-    left = set(children(os.getpid())) - before
-    assert not any(map(alive, left))
+    left = set(find_children(os.getpid())) - before
+    assert not any(map(is_alive, left))
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_a_deferred_import_that_fails_or_blocks_affects_no_worker(
         # A request that the server cannot answer would be given up after this time.
         wait_until("the reason in the log", lambda: reason in caplog.text)
         second = fleet.grow(2)
-    assert alive(first.pid)
+    assert is_alive(first.pid)
     assert second.parent == first.parent
     assert not second.has_deferred_imports
     assert [fleet.end_one(rank) for rank in (0, 1)] == [0, 0]
@@ -238,11 +238,11 @@ def test_deferred_imports_are_for_later_workers_and_the_first_ones_keep_their_pa
     assert not first.has_deferred_imports
     count, later = fleet.grow_until_second_server()
     assert later.parent != first.parent
-    assert all(alive(pid) for pid in (first.pid, first.parent, later.pid))
+    assert all(is_alive(pid) for pid in (first.pid, first.parent, later.pid))
     assert [fleet.end_one(rank) for rank in range(count)] == [0] * count
     fleet.workers.close()
-    assert not alive(later.parent)
-    assert not alive(first.parent)
+    assert not is_alive(later.parent)
+    assert not is_alive(first.parent)
 
 
 def test_a_second_fork_server_that_is_killed_ends_only_its_own_workers(
@@ -257,7 +257,7 @@ def test_a_second_fork_server_that_is_killed_ends_only_its_own_workers(
     again = fleet.grow(count)
     assert again.parent == first.parent
     assert "fork server has ended" not in caplog.text
-    assert alive(first.pid)
+    assert is_alive(first.pid)
     ranks = range(count)
     assert [fleet.end_one(rank) for rank in ranks] == [0] * count
 
@@ -270,7 +270,7 @@ def test_a_fork_server_that_does_not_answer_delays_the_worker_that_is_started_an
     try:
         second = fleet.grow(2)
         assert second.parent != first.parent
-        assert alive(first.pid)
+        assert is_alive(first.pid)
     finally:
         os.kill(first.parent, signal.SIGCONT)
     assert [fleet.end_one(rank) for rank in (0, 1)] == [0, 0]

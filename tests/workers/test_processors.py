@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from modules import path_with
+from modules import extend_pythonpath
 from test_local import Run
 from torch.numa import binding
 
@@ -48,7 +48,7 @@ def fake_torch(tmp_path: Path) -> dict[str, str]:
     write(tmp_path / "torch/__init__.py", '__version__ = "2.13.0"\n')
     write(tmp_path / "torch/numa/__init__.py", "")
     write(tmp_path / "torch/numa/binding.py", FAKE_TORCH_NUMA)
-    return {**os.environ, "PYTHONPATH": path_with(tmp_path)}
+    return {**os.environ, "PYTHONPATH": extend_pythonpath(tmp_path)}
 
 
 def test_workers_are_bound_to_the_cpus_that_torch_numa_chooses(fake_torch: dict[str, str]) -> None:

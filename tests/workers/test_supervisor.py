@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from processes import alive
+from processes import is_alive
 from test_local import Run, shell
 
 from elasticlib.errors import WorkerStartError
@@ -34,7 +34,7 @@ def pid_of(run: Run, local_rank: int = 0) -> int:
     return int(run.workers.running()[local_rank].removeprefix("pid "))
 
 
-def supervisor_of(run: Run) -> int:
+def find_supervisor(run: Run) -> int:
     return run.workers._supervisor.pid
 
 
@@ -42,24 +42,24 @@ def test_workers_end_with_a_killed_supervisor_and_others_start(
     run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker, child = start_with_child(run)
-    killed = supervisor_of(run)
+    killed = find_supervisor(run)
     os.kill(killed, signal.SIGKILL)
     assert run.end().returncode == -signal.SIGKILL
     assert "the supervisor process was lost" in caplog.text
     # Its successor kills what the worker has left before it starts another one.
     run.start(shell("exit 3"), attempt=1)
-    assert not alive(worker)
-    assert not alive(child)
-    assert supervisor_of(run) != killed
+    assert not is_alive(worker)
+    assert not is_alive(child)
+    assert find_supervisor(run) != killed
     assert run.end().returncode == 3
 
 
 def test_a_supervisor_that_ends_is_replaced_while_no_worker_runs(run: Run) -> None:
     run.start(shell("exit 0"))
     assert run.end().succeeded
-    killed = supervisor_of(run)
+    killed = find_supervisor(run)
     os.kill(killed, signal.SIGKILL)
-    wait_until("another supervisor", lambda: supervisor_of(run) != killed)
+    wait_until("another supervisor", lambda: find_supervisor(run) != killed)
     run.start(shell("exit 3"), attempt=1)
     assert run.end().returncode == 3
 
@@ -72,14 +72,14 @@ def test_a_supervisor_that_does_not_answer_fails_the_request_and_no_healthy_work
     waits = shell(f"until [ -e {file} ]; do sleep 0.05; done; exit 4")
     run.start(waits)
     healthy = pid_of(run)
-    stopped = supervisor_of(run)
+    stopped = find_supervisor(run)
     os.kill(stopped, signal.SIGSTOP)
     try:
         with pytest.raises(WorkerStartError, match="did not answer"):
             run.start(waits, count=2)
     finally:
         os.kill(stopped, signal.SIGCONT)
-    assert alive(healthy)
+    assert is_alive(healthy)
     # The request is undone when the supervisor runs again, and the next one is served.
     run.start(waits, count=2, attempt=1)
     assert pid_of(run) == healthy
@@ -106,13 +106,13 @@ def test_a_supervisor_that_never_answers_is_killed_once_it_has_no_worker(
     monkeypatch.setattr("elasticlib.workers.supervisor_client.REQUEST_TIMEOUT_S", 0.5)
     run.start(shell("exit 0"))
     assert run.end().succeeded
-    stopped = supervisor_of(run)
+    stopped = find_supervisor(run)
     os.kill(stopped, signal.SIGSTOP)
     with pytest.raises(WorkerStartError, match="did not answer"):
         run.start(shell("exit 0"), attempt=1)
     run.start(shell("exit 3"), attempt=2)
     assert run.end().returncode == 3
-    assert not alive(stopped)
+    assert not is_alive(stopped)
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def test_a_supervisor_ignores_signals_from_its_first_moment(supervisor: Supervis
     for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         os.kill(pid, number)
     assert supervisor.pid == pid
-    assert alive(pid)
+    assert is_alive(pid)
 
 
 AGENT = """
@@ -190,7 +190,7 @@ def test_a_supervisor_whose_agent_is_killed_as_it_starts_it_cleans_up_all(tmp_pa
     assert subprocess.run(agent, timeout=120).returncode == -signal.SIGKILL
     child = int((tmp_path / "child").read_text())
     run_dir = Path((tmp_path / "run_dir").read_text())
-    wait_until("the child to end", lambda: not alive(child))
+    wait_until("the child to end", lambda: not is_alive(child))
     wait_until("the directory to be removed", lambda: not run_dir.exists())
 
 
@@ -208,7 +208,7 @@ def test_a_worker_and_its_children_end_with_a_killed_agent(tmp_path: Path) -> No
     agent = [sys.executable, "-c", KILLED, here, str(tmp_path), waits]
     assert subprocess.run(agent, timeout=120).returncode == -signal.SIGKILL
     child = int((tmp_path / "child").read_text())
-    wait_until("the child to end", lambda: not alive(child))
+    wait_until("the child to end", lambda: not is_alive(child))
 
 
 def test_a_session_whose_number_was_reused_is_left_alone() -> None:

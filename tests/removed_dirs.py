@@ -12,7 +12,7 @@ import pytest
 
 
 @contextlib.contextmanager
-def vanishing(folder: Path) -> Iterator[Path]:
+def dir_removed_when_listed(folder: Path) -> Iterator[Path]:
     """A folder that goes when its files are about to be listed, having been found."""
     folder.mkdir()
     scandir = os.scandir

@@ -1,10 +1,12 @@
-"""README's commands on each Python that is at hand, of those that README names.
+"""Run the commands of README.md on each Python version that the README names and that is installed.
 
-`make demo` is run as a newcomer runs it, in an environment of its own that is removed afterwards;
-what `make test` would install besides is resolved alone. `python tests/pythons.py [3.10 ...]` tries
-the ones that are named, and says which of the others it has not found. With `--resolve` the demo is
-run on the Python of this one's version alone, as each other brings a torch of some gigabytes; of
-those it is shown that pip finds all that is needed.
+`make demo` runs as for a new user, in a virtual environment that is removed afterwards. What
+`make test` would install in addition is only resolved, not installed.
+
+Usage: `python tests/supported_pythons.py [--resolve] [3.10 ...]`. By default the script tries all
+versions, and lists those that it does not find. With `--resolve`, the demo runs only on the version
+of the current interpreter, because each other version would download some gigabytes for torch. For
+the other versions the script only checks that pip can resolve all dependencies.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from processes import alive, children
+from processes import find_children, is_alive
 from ranks import Ranks
 
 from elasticlib.testing.waiting import wait_until
@@ -79,7 +79,7 @@ def test_what_a_rank_leaves_is_ended_and_who_does_not_end_shows_where_it_is(
     ranks: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ranks.run(leave_a_child, 1, tmp_path)
-    assert not alive(int((tmp_path / "pid").read_text()))
+    assert not is_alive(int((tmp_path / "pid").read_text()))
     [stuck] = ranks.results(wait_for_ever, 1, seconds=0.5)
     assert stuck.error
     assert "in wait_for_ever" in capfd.readouterr().err
@@ -100,7 +100,7 @@ def be_killed_while_asking_another() -> int:
     asking = os.fork()
     if not asking:
         warm.run(wait_for_ever, 1)
-    wait_until("a rank", lambda: children(warm.pid))
+    wait_until("a rank", lambda: find_children(warm.pid))
     os.kill(asking, signal.SIGKILL)
     return warm.close()
 

@@ -1,5 +1,5 @@
 """Runs a command beside processes that keep the machine busy: a bound in time that falls there is
-no bound. `python tests/beside.py 3 make test` does so beside three, and ends as that does."""
+no bound. `python tests/under_load.py 3 make test` does so beside three, and ends as that does."""
 
 from __future__ import annotations
 
