@@ -1,4 +1,4 @@
-"""Options of the whole suite, and how its tests share two cores."""
+"""Options of the whole test suite, and the selection and order of its tests."""
 
 from __future__ import annotations
 
@@ -15,32 +15,35 @@ from hypothesis import HealthCheck, settings
 
 pytest_plugins = ["jobs", "hosts", "ranks"]
 
-# A shell's `&` has SIGINT and SIGQUIT ignored, nohup SIGHUP, which processes inherit; many here are
-# to be ended by them.
+# A shell's `&` ignores SIGINT and SIGQUIT, and nohup ignores SIGHUP. Processes inherit this, but
+# many processes of the tests have to be stopped by these signals.
 for _number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
     if signal.getsignal(_number) is signal.SIG_IGN:
-        usual = signal.default_int_handler if _number is signal.SIGINT else signal.SIG_DFL
-        signal.signal(_number, usual)
+        handler = signal.default_int_handler if _number is signal.SIGINT else signal.SIG_DFL
+        signal.signal(_number, handler)
 
-# An example that takes its time on a busy machine is no fault; a test as a whole has its bound.
-PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("day", max_examples=40, **PATIENT)
-settings.register_profile("many", max_examples=400, **PATIENT)  # make test-long
+# A slow example on a busy machine is not a failure; the time limit of the whole test applies.
+NO_DEADLINE = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("day", max_examples=40, **NO_DEADLINE)
+settings.register_profile("many", max_examples=400, **NO_DEADLINE)  # make test-long
 settings.load_profile("day")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--seeds", type=int, default=300, help="how many seeds the rendezvous simulator plays"
+        "--seeds", type=int, default=300, help="number of seeds of the rendezvous simulator"
     )
     parser.addoption(
-        "--kills", type=int, default=20, help="how many workers of a job are killed in turn"
+        "--kills",
+        type=int,
+        default=20,
+        help="number of workers of a job that are killed one after the other",
     )
     parser.addoption(
         "--save-seconds",
         type=float,
         default=0.5,
-        help="how long workers save that are drained or resized (give --timeout as well)",
+        help="seconds that workers take to save in a drain or resize (raise --timeout as well)",
     )
 
 
@@ -55,10 +58,10 @@ def save_seconds(request: pytest.FixtureRequest) -> float:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _temporary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A job leaves its events where temporary files go: for the tests, a folder that goes, too."""
-    tmp_path_factory.getbasetemp()  # pytest's own stays, to be looked at
-    # Short, as the paths of sockets begin with it.
+def _temporary_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Put the temporary files of jobs, such as their events, into a directory that is removed."""
+    tmp_path_factory.getbasetemp()  # pytest's own directory stays, so that a user can inspect it
+    # The prefix is short, because the paths of sockets must be short.
     folder = tempfile.TemporaryDirectory(prefix="el", ignore_cleanup_errors=True)
     with folder as path, pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", path)
@@ -67,9 +70,8 @@ def _temporary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _surroundings() -> Iterator[None]:
-    """A launch in this process may set variables, and logs to the stderr of its test, which are
-    not for the tests that follow."""
+def _process_state() -> Iterator[None]:
+    """Restore the environment and the logger after a test that launched a job in this process."""
     before, log = dict(os.environ), logging.getLogger("elasticlib")
     handlers, level, propagate = list(log.handlers), log.level, log.propagate
     yield
@@ -80,28 +82,32 @@ def _surroundings() -> Iterator[None]:
         os.environ.update(before)
 
 
-ELSEWHERE = ("integrations", "gpu", "test_notebooks.py")
-"""Run where they are named: they need an environment of its own, a GPU, and a minute."""
+# These are collected only if the command line names them: they need other packages, a GPU, or a
+# minute.
+ONLY_IF_NAMED = ("integrations", "gpu", "test_notebooks.py")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     name = collection_path.name
-    named = any(name in arg for arg in config.args)
-    return True if name in ELSEWHERE and not named else None
+    is_named = any(name in arg for arg in config.args)
+    return True if name in ONLY_IF_NAMED and not is_named else None
 
 
-REAL = (
+# Files of `make test-processes`, like each test with the mark `faults` or the fixture `job`. They
+# run other programs, or start several interpreters that import torch.
+PROCESS_TESTS = (
     *("test_commit_faults.py", "test_etcd_faults.py", "test_etcd_store.py"),
     *("test_accepted.py", "test_bitwise_reproducibility_page.py", "test_train_text.py"),
     *("test_warm_and_cold.py", "test_writing_a_backend.py", "test_writing_an_agent.py"),
 )
-"""Files of `make test-processes`, as is each test that is marked `faults` or uses a `job`: others'
-programs, and what starts an interpreter, which imports torch, more than once."""
-LONG = ("contract_finds_faults.py",)
-"""Files of `make test-long`, as is each test on hosts of their own: that a suite is a good one."""
+# Files of `make test-long`, like each test with network namespaces. They check that a contract
+# suite detects faults.
+LONG_TESTS = ("contract_finds_faults.py",)
 
+# The files that take longest, which run first. One process runs a whole file, so that the last
+# files should be short.
 FIRST = (
-    "test_kept_steps.py",
+    "test_training_under_faults.py",
     "test_rows.py",
     "test_kills.py",
     "test_readme.py",
@@ -112,7 +118,7 @@ FIRST = (
     "test_init_method.py",
     "test_processes.py",
     "test_warm_and_cold.py",
-    "test_moving_store.py",
+    "test_failover_store.py",
     "test_rendezvous_contract.py",
     "test_store_contract.py",
     "test_logical_workers.py",
@@ -125,40 +131,41 @@ FIRST = (
     "test_quickstart_page.py",
     "test_examples_page.py",
 )
-"""Files that take the longest; each file is one process's, and what begins last should be short."""
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` chooses by the marks
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects by the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        target = target_of(item)
+        target = make_target(item)
         if target is not None:
             item.add_marker(target)
     if not config.option.markexpr and not any("::" in arg for arg in config.args):
-        # Of a folder or file that is named, what takes minutes is run only if it is asked for.
-        late = [item for item in items if item.get_closest_marker("release")]
-        config.hook.pytest_deselected(items=late)
+        # Tests that take minutes run only if the command line selects them by a mark or by name.
+        release = [item for item in items if item.get_closest_marker("release")]
+        config.hook.pytest_deselected(items=release)
         items[:] = [item for item in items if not item.get_closest_marker("release")]
-    order = {name: place for place, name in enumerate(FIRST)}
+    order = {name: position for position, name in enumerate(FIRST)}
     items.sort(key=lambda item: order.get(item.path.name, len(FIRST)))
 
 
 def pytest_collection_finish() -> None:
-    """Tests share few cores: threads of torch's that wait for one another take long there."""
+    """Use one thread of torch in each process, because several processes share few cores."""
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
 
 
-def target_of(item: pytest.Item) -> str | None:
-    """The target of the Makefile that runs it, by its mark; None for `make test`, and for what says
-    so itself."""
+def make_target(item: pytest.Item) -> str | None:
+    """Return the mark of the target in the Makefile that runs a test.
+
+    The result is None for `make test`, and for tests that have the mark `long` or `release`.
+    """
     marks = {mark.name for mark in item.iter_markers()}
     fixtures = set(getattr(item, "fixturenames", ()))
     if marks & {"long", "release"}:
         return None
-    # Hosts of their own take a second a test to set up, and leases of several to lose.
-    if {"cluster", "job"} <= fixtures or item.path.name.endswith(LONG):
+    # The hosts of a cluster take a second to set up, and several seconds until their leases expire.
+    if {"cluster", "job"} <= fixtures or item.path.name.endswith(LONG_TESTS):
         return "long"
-    if "faults" in marks or "job" in fixtures or item.path.name in REAL:
+    if "faults" in marks or "job" in fixtures or item.path.name in PROCESS_TESTS:
         return "processes"
     return None

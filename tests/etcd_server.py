@@ -1,6 +1,6 @@
-"""A real etcd on loopback or on a host of a cluster, that can be killed and come back.
+"""A real etcd server, on loopback or on a host of a cluster. It can be killed and started again.
 
-Its data is in the test's folder.
+Its data is in the directory of the test.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from elasticlib.testing.waiting import DEFAULT_TIMEOUT_S, wait_until
 BINARY = shutil.which("etcd")
 needs_etcd = pytest.mark.skipif(BINARY is None, reason="no etcd here: install etcd-server")
 
-# It ends with the test's process, even if that is killed.
+# The server is killed when the process of the test ends, even if that is killed.
 BOOT = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -32,65 +32,67 @@ os.execv(sys.argv[1], sys.argv[1:])
 """
 
 
-Itself = TypeVar("Itself", bound="Server")
+AnyServer = TypeVar("AnyServer", bound="Server")
 
 
 class Server:
-    """A program that serves on loopback, or where it is told to; running between enter and exit.
+    """A server program, which runs while this context manager is entered.
 
-    folder: its log is there. endpoint: where clients find it; a free port of loopback unless given.
+    Args:
+        folder: directory for its log and data.
+        endpoint: address for clients. Default: a free port of loopback.
     """
 
-    NAME, READY = "", ""
-    """What it is called, and what its log says once it serves."""
+    NAME = ""  # name in messages and of the log file
+    READY = ""  # text in the log that means that the server accepts clients
 
     def __init__(self, folder: Path, endpoint: str = "") -> None:
-        self._holder = None if endpoint else reserved_port()
-        self.endpoint = endpoint or "{}:{}".format(*self._holder.getsockname())
+        self._reserved_port = None if endpoint else reserved_port()
+        self.endpoint = endpoint or "{}:{}".format(*self._reserved_port.getsockname())
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
 
     def command(self) -> tuple[str, ...]:
         raise NotImplementedError
 
-    def __enter__(self: Itself) -> Itself:
+    def __enter__(self: AnyServer) -> AnyServer:
         self.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.kill()
-        if self._holder is not None:
-            self._holder.close()
+        if self._reserved_port is not None:
+            self._reserved_port.close()
 
     @property
     def log(self) -> Path:
         return self._folder / f"{self.NAME}.log"
 
     def start(self) -> None:
-        """Start on the data that is there; answers when this returns."""
+        """Start the server with its existing data, and wait until it accepts clients."""
         self.launch()
         self.wait_until_serving()
 
     def launch(self) -> None:
-        """Start, and return at once: one of several members serves when most are there."""
+        """Start the process without waiting: a member of etcd serves once most members run."""
         self._folder.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(self.command(), stdout=log, stderr=log)
 
     def wait_until_serving(self) -> None:
         try:
-            wait_until(f"{self.NAME} to serve", self._serves)
+            wait_until(f"{self.NAME} to serve", self._is_serving)
         except BaseException:
             self.kill()
             raise
 
-    def _serves(self) -> bool:
+    def _is_serving(self) -> bool:
         assert self._process is not None
         assert self._process.poll() is None, self.log.read_text()
         return self.READY in self.log.read_text()
 
     def signal(self, number: int) -> None:
-        """Once it is stopped, where the signal stops it: its threads go on for a moment."""
+        """Send a signal. After SIGSTOP, wait until all threads of the process have stopped."""
         assert self._process is not None
         self._process.send_signal(number)
         if number == signal.SIGSTOP:
@@ -104,13 +106,18 @@ class Server:
 
 
 class EtcdServer(Server):
-    """One etcd of one member, or a member of several.
+    """An etcd with one member, or one of several members.
 
-    protocol: http or https. enter: the command that runs another one where this server is to run.
-    flags: etcd's own, and stronger than ours.
+    Args:
+        folder: directory for its log and data.
+        *flags: flags of etcd, which override those of this class.
+        protocol: http or https.
+        endpoint: address for clients. Default: a free port of loopback.
+        enter: wraps a command, so that it runs on the host of this server.
     """
 
-    NAME, READY = "etcd", "serving client traffic"
+    NAME = "etcd"
+    READY = "serving client traffic"
 
     def __init__(
         self,
@@ -132,11 +139,11 @@ class EtcdServer(Server):
             "data-dir": str(self._folder / "data"),
             "listen-client-urls": self._url,
             "advertise-client-urls": self._url,
-            # Any port, as no other member will ever look for it.
+            # Any port, because no other member connects to it.
             "listen-peer-urls": "http://127.0.0.1:0",
             "initial-advertise-peer-urls": peer,
             "initial-cluster": f"default={peer}",
-            # Short, for then it grants leases of one second.
+            # With short intervals, etcd grants leases of one second.
             "heartbeat-interval": "10",
             "election-timeout": "100",
             "logger": "zap",
@@ -145,7 +152,7 @@ class EtcdServer(Server):
         return self._enter(sys.executable, "-c", BOOT, *command)
 
     def post(self, path: str, token: str = "", **body: Any) -> Mapping[str, Any]:
-        """A request by hand, for what the store does not do."""
+        """Send a request that the store class has no method for."""
         headers = {"Authorization": token} if token else {}
         request = urllib.request.Request(
             f"{self._url}/v3/{path}", json.dumps(body).encode(), headers

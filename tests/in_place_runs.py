@@ -84,22 +84,23 @@ class Training:
     def workers(self, *, living: bool = False) -> list[Worker]:
         """Return all workers that have committed a step, or only the living ones."""
         paths = self.folder.glob("committed.*")
-        found = (path for path in paths if not living or is_alive(int(path.suffix[1:])))
-        return [worker for path in found for worker in _read(path)]
+        selected = (path for path in paths if not living or is_alive(int(path.suffix[1:])))
+        return [worker for path in selected for worker in _read(path)]
 
     def wait_for_workers(self, world: int, past: int = 0) -> list[Worker]:
         """Wait until `world` workers form a group that has committed a step after `past`."""
 
-        def look() -> list[Worker]:
-            found = self.workers(living=True)
-            newest = max((worker.generation for worker in found), default=0)
-            group = [worker for worker in found if worker.generation == newest]
-            there = len(group) == world and min(worker.step for worker in group) > past
-            return group if there and group[0].committed[-1][2] == world else []
+        def find_group() -> list[Worker]:
+            workers = self.workers(living=True)
+            newest = max((worker.generation for worker in workers), default=0)
+            group = [worker for worker in workers if worker.generation == newest]
+            if len(group) < world or min(worker.step for worker in group) <= past:
+                return []
+            return group if group[0].committed[-1][2] == len(group) == world else []
 
         what = f"{world} workers at work past step {past}"
         try:
-            return wait_until(what, look, TIMEOUT_S)
+            return wait_until(what, find_group, TIMEOUT_S)
         except AssertionError as error:
             raise AssertionError(f"{error}: {self.workers()}\n{self.job.logs}") from None
 

@@ -22,7 +22,7 @@ class Interrupter:
     """Interrupts a call again and again, each time at a line where it has not interrupted before.
 
     Only the thread that calls `interrupt` is traced, because Python runs signal handlers in the
-    main thread alone. Typical use, where each run leaves what the next one starts from:
+    main thread only. Typical use, where each run leaves what the next one starts from:
 
         interrupter = Interrupter("checkpoint/")
         while interrupter.interrupt(lambda: manager.save(next(steps), state)):
@@ -67,15 +67,15 @@ class Interrupter:
         try:
             call()
         except BaseException as error:
-            if not self._is_ours(error):
+            if not self._is_from_handler(error):
                 raise
         finally:
             sys.settrace(before)
-            self._raised = None  # Nor are the frames kept that it has left.
+            self._raised = None  # its traceback would keep the frames of the call alive
         return self._has_interrupted
 
-    def _is_ours(self, error: BaseException | None) -> bool:
-        """Return whether the exception is the handler's, or was raised while that was handled."""
+    def _is_from_handler(self, error: BaseException | None) -> bool:
+        """Return True if the handler raised the exception or is the context of the exception."""
         while error is not None and error is not self._raised:
             error = error.__cause__ or error.__context__
         return error is not None

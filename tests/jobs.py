@@ -1,4 +1,4 @@
-"""Real jobs for fault tests: started through the command line, killed by pid, and counted."""
+"""Real jobs for fault tests: agents, started through the command line, and their workers."""
 
 from __future__ import annotations
 
@@ -31,55 +31,63 @@ from elasticlib.testing.waiting import DEFAULT_TIMEOUT_S, wait_until
 
 PROGRAMS = Path(__file__).with_name("programs")
 WORKER = str(PROGRAMS / "fault_worker.py")
-# PYTHONPATH of agents whose workers use no torch: they need not wait two seconds for it either.
+# PYTHONPATH of agents whose workers do not use torch, so that the agents need not import it either.
 _PATHS = (str(PROGRAMS / "stub_torch"), os.environ.get("PYTHONPATH"))
 WITHOUT_TORCH = os.pathsep.join(filter(None, _PATHS))
 TAG = "ELASTICLIB_TEST_TAG"
+# Flags of commands that query all nodes. The commands return earlier if all nodes answer.
 PATIENT = ("--timeout", "30")
-"""Of a question that all answer, which is over as soon as they have."""
+# Signals that a launcher gets only because of a bug, unless a test sent them.
 CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
-"""Signals of a process's own faults, by which a launcher ends only if a test sent them."""
 
 
 def leftover_files(folder: Path) -> list[Path]:
-    """What is there, but for the records that agents leave of their runs, and the folder that torch
-    makes when what it compiles with is imported, as an optimizer's first step does."""
-    found = folder.iterdir() if folder.exists() else ()
-    stays = {runs_dir().name, f"torchinductor_{getuser()}"}
-    return [path for path in found if path.name not in stays]
+    """Return the files in a directory, except those that may stay there after a job.
+
+    These are the records of runs, and the cache directory that torch creates when its compiler is
+    imported (for example by the first step of an optimizer).
+    """
+    paths = folder.iterdir() if folder.exists() else ()
+    expected = {runs_dir().name, f"torchinductor_{getuser()}"}
+    return [path for path in paths if path.name not in expected]
 
 
-def forget_own_records(folder: Path, since: float) -> None:
-    """Remove the records that runs in this process have left there since then."""
+def remove_own_records(folder: Path, since: float) -> None:
+    """Remove the records of runs of this process that are newer than `since`."""
     for lock in folder.glob(f"*/{LOCK_FILE}"):
-        with contextlib.suppress(OSError):  # whoever starts a run removes old ones, too
+        with contextlib.suppress(OSError):  # a new run may remove it at the same time
             if lock.stat().st_mtime >= since and lock.read_text() == f"{os.getpid()}\n":
                 shutil.rmtree(lock.parent)
 
 
 @pytest.fixture(autouse=True)
-def _records() -> Iterator[None]:
-    """A launch in this process leaves a record, where only the records of people's runs belong."""
+def _run_records() -> Iterator[None]:
+    """Remove the records of launches in this process from the directory of the user's runs."""
     folder = runs_dir()
-    before, since = _changed(folder), time.time()
+    before, since = _modified_at(folder), time.time()
     yield
-    if _changed(folder) != before:
-        forget_own_records(folder, since - 1.0)
+    if _modified_at(folder) != before:
+        remove_own_records(folder, since - 1.0)
 
 
-def _changed(folder: Path) -> int:
+def _modified_at(folder: Path) -> int:
     return folder.stat().st_mtime_ns if folder.exists() else 0
 
 
 class Node:
-    """One `elasticrun` (or other) process of a job."""
+    """A process of a job: `elasticrun` or another program."""
 
     def __init__(self, job: Job, name: str, command: list[str], extra: Mapping[str, str]) -> None:
         self.name = name
         self.log = job.folder / f"{name}.log"
-        own = {TAG: job.tag, "NODE": name, "TMPDIR": str(job.shortcut), "PYTHONFAULTHANDLER": "1"}
-        self._environment = {**os.environ, **own, **extra}
-        self._sent: set[int] = set()
+        variables = {
+            TAG: job.tag,
+            "NODE": name,
+            "TMPDIR": str(job.shortcut),
+            "PYTHONFAULTHANDLER": "1",
+        }
+        self._environment = {**os.environ, **variables, **extra}
+        self._sent: set[int] = set()  # signals that the test has sent to it
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 command, env=self._environment, stdout=log, stderr=log, start_new_session=True
@@ -91,6 +99,7 @@ class Node:
 
     @property
     def text(self) -> str:
+        """The log so far."""
         return self.log.read_text(errors="replace")
 
     def signal(self, number: int) -> None:
@@ -98,54 +107,56 @@ class Node:
         os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL to this process alone: what it started must end by other means."""
+        """Kill only this process. Its children have to exit for another reason."""
         self.signal(signal.SIGKILL)
         self.process.wait(DEFAULT_TIMEOUT_S)
 
     def exit_code(self, seconds: float = DEFAULT_TIMEOUT_S) -> int:
+        """Wait until the process exits, and return its exit code. A crash fails the test."""
         try:
             code = self.process.wait(seconds)
         except subprocess.TimeoutExpired:
-            told = f"{self.name} did not end:\n{self.text}\n{self.stacks()}"
-            raise AssertionError(told) from None
+            message = f"{self.name} did not exit:\n{self.text}\n{self.stacks()}"
+            raise AssertionError(message) from None
         self.check_no_crash()
         return code
 
     def check_no_crash(self) -> None:
-        """Fails if the process ended by a fault of its own; where, its log says."""
+        """Fail if the process crashed. The message contains its log, which shows the stack."""
         number = -(self.process.poll() or 0)
         if number in CRASHES and number not in self._sent:
             name = signal.Signals(number).name
-            raise AssertionError(f"{self.name} ended by {name}, which nobody sent:\n{self.text}")
+            raise AssertionError(f"{self.name} crashed with {name}:\n{self.text}")
 
     def stacks(self) -> str:
-        """Where the job's workers are, if they can be asked."""
+        """Return the output of `elasticlib stacks` for the job."""
         command = (sys.executable, "-m", "elasticlib.launch.cli", "stacks")
-        asked = subprocess.run(
+        result = subprocess.run(
             command, env=self._environment, capture_output=True, text=True, timeout=60, check=False
         )
-        return asked.stdout + asked.stderr
+        return result.stdout + result.stderr
 
     def wait_for_log(self, pattern: str) -> re.Match[str]:
-        """Waits for a line in its log."""
+        """Wait until the log matches the pattern, and return the match."""
         return wait_until(pattern, lambda: re.search(pattern, self.text), details=lambda: self.text)
 
 
 class Job:
-    """The nodes of one job, the folder in which its workers report, and its clean end."""
+    """The processes of a job, and the directory for the reports of its workers."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.temporary = folder / "temporary"
         self.temporary.mkdir()
         self.tag = uuid.uuid4().hex
-        # Sockets of loader workers lie there, whose paths must be short.
+        # The paths of sockets of data loaders must be short.
         self.shortcut = Path(tempfile.gettempdir()) / f"job-{self.tag[:8]}"
         self.shortcut.symlink_to(self.temporary)
         self.nodes: list[Node] = []
-        self._held = contextlib.ExitStack()
+        self._reserved_ports = contextlib.ExitStack()
 
     def start(self, name: str, *command: str, **extra: str) -> Node:
+        """Start a process. `extra` are environment variables."""
         node = Node(self, name, list(command), extra)
         self.nodes.append(node)
         return node
@@ -153,7 +164,7 @@ class Job:
     def start_agent(
         self, name: str, *flags: str, worker: tuple[str, ...] = (), **extra: str
     ) -> Node:
-        """An agent with these flags, running the fault worker."""
+        """Start an agent with these flags that runs fault_worker.py."""
         return self.start(name, *self.agent_command(*flags, worker=worker), **extra)
 
     def agent_command(
@@ -163,42 +174,50 @@ class Job:
         worker: tuple[str, ...] = (),
         fields: Mapping[str, Any] | None = None,
     ) -> tuple[str, ...]:
-        """The command line of an agent that runs a program which reports to this job; fields: of
-        its config, beside what the flags say."""
+        """Return the command line of an agent whose workers report to this job.
+
+        Args:
+            *flags: flags of elasticrun.
+            program: the script of the workers; its first argument is the directory of the job.
+            worker: further arguments of the script.
+            fields: fields of the LaunchConfig that override those of the flags.
+        """
         script = (program, str(self.folder), *worker)
         if program == WORKER and not any(flag.startswith("--start-method") for flag in flags):
-            # It has no use for torch, which a fork server would import for two seconds.
+            # The fork server would import torch, which takes two seconds and is not needed.
             flags = ("--start-method=spawn", *flags)
         launch = ("-m", "elasticlib.launch")
         if fields is not None:
-            launch = (str(PROGRAMS / "launch_with.py"), json.dumps(fields))
+            launch = (str(PROGRAMS / "launch_with_fields.py"), json.dumps(fields))
         return (sys.executable, *launch, *flags, *script)
 
     def reserve_port(self) -> int:
-        """One that the kernel gives to nobody else until the job is closed, so that a server may
-        come back to it."""
-        return int(self._held.enter_context(reserved_port()).getsockname()[1])
+        """Return a port that no other program gets until the job is closed.
+
+        A server can be stopped and started again at this port.
+        """
+        return int(self._reserved_ports.enter_context(reserved_port()).getsockname()[1])
 
     def start_store(self, *flags: str, at: int = 0) -> str:
-        """A store of its own process, so that any node may die; returns its endpoint."""
+        """Start `elasticlib store` for a test that kills any node, and return its endpoint."""
         command = (sys.executable, "-m", "elasticlib.launch.cli")
         node = self.start("store", *command, "store", "--bind", f"127.0.0.1:{at}", *flags)
         return node.wait_for_log(r"(127\.0\.0\.1:\d+)").group(1)
 
     def reports(self, generation: int) -> list[dict[str, Any]]:
-        """What the workers of a generation said, by rank."""
+        """Return the reports of the workers of a generation, by rank."""
         files = self.folder.glob(f"report.{generation}.*.json")
-        said = [json.loads(file.read_text()) for file in files]
-        return sorted(said, key=lambda report: int(report["RANK"]))
+        reports = [json.loads(file.read_text()) for file in files]
+        return sorted(reports, key=lambda report: int(report["RANK"]))
 
     def wait_for_world(
         self, world: int, after: int = 0, seconds: float = DEFAULT_TIMEOUT_S
     ) -> list[dict[str, Any]]:
-        """Waits for a generation past `after` in which `world` workers run."""
+        """Wait until `world` workers run in a generation after `after`; return their reports."""
 
-        def look() -> list[dict[str, Any]]:
-            found = {int(f.name.split(".")[1]) for f in self.folder.glob("report.*.json")}
-            for generation in sorted(found, reverse=True):
+        def find_generation() -> list[dict[str, Any]]:
+            generations = {int(f.name.split(".")[1]) for f in self.folder.glob("report.*.json")}
+            for generation in sorted(generations, reverse=True):
                 reports = self.reports(generation)
                 if (
                     generation > after
@@ -208,25 +227,28 @@ class Job:
             return []
 
         what = f"a world of {world} after generation {after}"
-        return wait_until(what, look, seconds, details=lambda: self.logs)
+        return wait_until(what, find_generation, seconds, details=lambda: self.logs)
 
     def check_unchanged(self, reports: list[dict[str, Any]], seconds: float) -> None:
-        """These workers run for so long, and nobody starts others."""
-        said = set(self.folder.glob("report.*.json"))
+        """Check for so many seconds that these workers keep running and no others start."""
+        files = set(self.folder.glob("report.*.json"))
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             assert all(is_alive(int(report["pid"])) for report in reports), self.logs
             time.sleep(0.05)
-        assert set(self.folder.glob("report.*.json")) == said, self.logs
+        assert set(self.folder.glob("report.*.json")) == files, self.logs
 
     @property
     def logs(self) -> str:
         return "\n".join(f"-- {node.name}\n{node.text}" for node in self.nodes)
 
     def events(self, run: str = "") -> list[list[Event]]:
-        """What each agent of the run with this id, or of the newest, has told, the one that began
-        first in front; every line of it."""
-        found = []
+        """Return all events of each agent of a run, the agent that started first in front.
+
+        Args:
+            run: id of the run. Default: the newest run.
+        """
+        agents = []
         for path in find_runs(run, directory=self.temporary / runs_dir().name):
             lines = path.read_bytes().splitlines()
             events = [decode(line) for line in lines]
@@ -235,60 +257,60 @@ class Job:
             assert [event.monotonic for event in events] == sorted(
                 event.monotonic for event in events
             )
-            found.append(events)
-        return found
+            agents.append(events)
+        return agents
 
     def run_command(self, *arguments: str, code: int | None = 0) -> tuple[str, str]:
-        """What an `elasticlib` command, which ends with this code, says on stdout and stderr."""
+        """Run an `elasticlib` command, check its exit code, and return its stdout and stderr."""
         out, err = io.StringIO(), io.StringIO()
         with (
             pytest.MonkeyPatch.context() as patch,
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(err),
         ):
-            # Where the job's own processes keep their records.
+            # The records of the job's processes are in this temporary directory.
             patch.setattr(tempfile, "tempdir", str(self.shortcut))
             try:
-                found = main(arguments)
+                exit_code = main(arguments)
             except SystemExit as error:
-                found = int(error.code or 0)
-        assert code in (None, found), (found, out.getvalue(), err.getvalue())
+                exit_code = int(error.code or 0)
+        assert code in (None, exit_code), (exit_code, out.getvalue(), err.getvalue())
         return out.getvalue(), err.getvalue()
 
     def status(self, *arguments: str, code: int | None = 0) -> dict[str, Any]:
-        """What `elasticlib status` finds, once all have answered."""
+        """Return the result of `elasticlib status`, after all nodes have answered."""
         out, _ = self.run_command("status", "--json", *PATIENT, *arguments, code=code)
-        found: dict[str, Any] = json.loads(out)
-        return found
+        status: dict[str, Any] = json.loads(out)
+        return status
 
     def finish(self) -> None:
-        """Tell all workers to end with success."""
+        """Make all workers exit with success."""
         (self.folder / "finish").touch()
 
     def processes(self) -> set[int]:
-        """All living processes that descend from this job, whoever their parent is now."""
+        """Return all running processes of the job, including those with another parent now."""
         return find_processes(TAG, self.tag)
 
     def wait_until_gone(self, seconds: float = DEFAULT_TIMEOUT_S) -> None:
-        """Waits until no process of the job is left."""
+        """Wait until all processes of the job have exited."""
 
-        def remaining() -> str:
+        def describe_remaining() -> str:
             return "\n".join(describe_process(pid) for pid in sorted(self.processes()))
 
-        what = "the job's processes to be gone"
-        wait_until(what, lambda: not self.processes(), seconds, details=remaining)
+        what = "the processes of the job to exit"
+        wait_until(what, lambda: not self.processes(), seconds, details=describe_remaining)
 
     def reap(self) -> None:
-        """Take note of the processes that have ended."""
+        """Reap the processes that have exited."""
         for node in self.nodes:
             node.process.poll()
 
     def close(self) -> None:
-        """End what the test left; a test that ends well leaves its agents ended."""
+        """Kill all processes that the test has left."""
         for node in self.nodes:
             if node.process.poll() is None:
                 node.kill()
-        # A failed test is one failure: the supervisors may first remove what the agents had.
+        # After a failed test, the supervisors get time to clean up; a second failure does not help.
         with contextlib.suppress(AssertionError):
             self.wait_until_gone(seconds=5.0)
         for pid in self.processes():
@@ -297,12 +319,12 @@ class Job:
             except ProcessLookupError:
                 continue
         self.shortcut.unlink(missing_ok=True)
-        self._held.close()
+        self._reserved_ports.close()
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
-    """A job of which nothing is left, no process and no temporary file, however it ended."""
+    """A job for one test; the fixture checks that it leaves no process and no temporary file."""
     job = Job(tmp_path)
     yield job
     job.close()
@@ -313,13 +335,16 @@ def job(tmp_path: Path) -> Iterator[Job]:
 
 
 def generation_of(reports: list[dict[str, Any]]) -> int:
-    """The one generation that all of these workers are in."""
+    """Return the generation of these workers, which must be the same for all."""
     (generation,) = {int(report["ELASTICLIB_GENERATION"]) for report in reports}
     return generation
 
 
 def check_consistent_world(reports: list[dict[str, Any]]) -> None:
-    """All agree on generation, master and size, hold the ranks 0..n-1, and replace the old."""
+    """Check that the workers agree on generation, master and world size, and have ranks 0 to n-1.
+
+    Their reports also show that the workers of earlier generations had been stopped.
+    """
     generation_of(reports)
     assert [int(report["RANK"]) for report in reports] == list(range(len(reports)))
     assert len({(report["MASTER_ADDR"], report["MASTER_PORT"]) for report in reports}) == 1

@@ -1,4 +1,4 @@
-"""Pages of docs/ whose code a third party follows: what stands in them, and their own suites."""
+"""Code blocks of pages in docs/, and the test suites that some pages contain."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ DOCS = Path(__file__).parent.parent / "docs"
 
 
 def read_page(name: str) -> tuple[str, list[tuple[str, str]]]:
-    """A page's text, and its blocks of code, each with its language."""
+    """Return the text of a page, and its code blocks with their languages."""
     text = (DOCS / name).read_text()
     return text, re.findall(r"```(\w+)\n(.*?)```", text, re.DOTALL)
 
 
 def name_blocks(codes: list[str]) -> dict[str, str]:
-    """The files that the blocks make up: each begins with its name, in a comment."""
+    """Return the files that the blocks contain, by the name in the comment at their start."""
     return {code.split("\n")[0].removeprefix("# "): code for code in codes}
 
 
 def check_suite_passes(
     folder: Path, suite: str, seconds: float, environment: Mapping[str, str] | None = None
 ) -> None:
-    """The page's tests, all of them."""
-    said = run_suite(folder, suite, seconds, environment)
-    assert re.search(r"^\d\d passed in", said, re.MULTILINE), said
+    """Run the tests of a page, and check that at least ten run and all pass."""
+    output = run_suite(folder, suite, seconds, environment)
+    assert re.search(r"^\d\d passed in", output, re.MULTILINE), output
 
 
 def run_suite(
     folder: Path, suite: str, seconds: float, environment: Mapping[str, str] | None = None
 ) -> str:
-    """The page's tests, in a pytest of their own; what that said."""
+    """Run the tests of a page in another pytest process, and return its output."""
     flags = ("-q", "-W", "error", "-p", "no:cacheprovider", "-p", "no:xdist")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *flags, suite],

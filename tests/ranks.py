@@ -1,15 +1,15 @@
-"""Ranks for tests: forks of one warm process, in which torch is loaded, with a group between them.
+"""Ranks for tests: processes with a process group, forked from a server that has loaded torch.
 
-    def saves(folder: Path) -> int:  # of a module, so that it can be pickled by its name
+    def saves(folder: Path) -> int:  # at module level, so that it can be pickled by its name
         ...
         return dist.get_rank()
 
     def test_all_save(ranks: Ranks, tmp_path: Path) -> None:
         assert ranks.run(saves, 2, tmp_path) == [0, 1]
 
-The warm process is forked once all tests are collected and before the first one runs: no thread is
-running, and no test has changed anything. Each rank takes the environment, the current folder,
-standard output and standard error of the test that asks for it.
+The server is forked after all tests are collected and before the first test runs. No thread is
+running then, and no test has changed the state of the process. Each rank gets the environment, the
+current directory, the standard output and the standard error of the test that starts it.
 """
 
 from __future__ import annotations
@@ -37,29 +37,25 @@ import pytest
 from ports import free_port
 from processes import find_children
 
-SECONDS = 100.0
-"""How long a rank may run unless its test says otherwise."""
-GRACE = 10.0
-"""What a rank that reports its stacks and ends may take for it before it is killed."""
-LOADED = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp")
-"""What an optimizer or a sharded model would import in each rank anew."""
+RANK_TIMEOUT_S = 100.0  # default time limit of a rank
+EXIT_TIMEOUT_S = 10.0  # a rank that has printed its stack gets so long to exit before it is killed
+# The first optimizer or sharded model would otherwise import these in each rank.
+PRELOADED = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp")
 PR_SET_CHILD_SUBREAPER = 36
 
 
 @attrs.frozen
 class RankResult:
-    """How a rank ended."""
+    """The result of a rank."""
 
-    status: int
-    """Its exit code; of a signal, the negative number."""
-    value: Any = None
-    error: str = ""
-    """Its traceback, or what it ended with instead of a value; empty if it has a value."""
+    status: int  # the exit code, or the negative number of the signal that killed it
+    value: Any = None  # the return value of its function
+    error: str = ""  # the traceback, or how it exited without a value; empty if it has a value
 
 
 @attrs.frozen
 class _Request:
-    call: bytes  # pickled: only ranks import what it names
+    call: bytes  # pickled function and arguments; only the ranks import their modules
     world: int
     backend: str
     seconds: float
@@ -70,31 +66,35 @@ class _Request:
 
 
 class Ranks:
-    """The warm process, seen from the tests."""
+    """Client of the server from which the ranks are forked."""
 
     def __init__(self) -> None:
-        self._control, theirs = socket.socketpair()
+        self._control, server_side = socket.socketpair()
         with warnings.catch_warnings():
-            # Beside xdist's, which touches nothing here, no thread is running yet.
+            # No thread is running yet, except that of xdist, which does not matter here.
             warnings.simplefilter("ignore", DeprecationWarning)
             self.pid = os.fork()
         if not self.pid:
             try:
                 self._control.close()
-                _serve(theirs)
+                _serve(server_side)
             except BaseException:
                 traceback.print_exc()
             finally:
                 os._exit(0)
-        theirs.close()
+        server_side.close()
 
     def run(self, function: Callable[..., Any], world: int, *args: Any, **options: Any) -> Any:
-        """The values of `function(*args)` in each of `world` ranks; the failures of all, if any
-        rank fails. Options are those of `results`."""
-        ends = self.results(function, world, *args, **options)
-        failed = [f"rank {rank}: {end.error}" for rank, end in enumerate(ends) if end.error]
-        assert not failed, f"of {world} ranks of {function}:\n" + "\n".join(failed)
-        return [end.value for end in ends]
+        """Run `function(*args)` in `world` ranks, and return the values of all.
+
+        If a rank fails, the assertion error contains the failures of all ranks. The options are
+        those of `results`.
+        """
+        results = self.results(function, world, *args, **options)
+        errors = [f"rank {rank}: {one.error}" for rank, one in enumerate(results) if one.error]
+        headline = f"{len(errors)} of {world} ranks of {function} failed:"
+        assert not errors, "\n".join([headline, *errors])
+        return [one.value for one in results]
 
     def results(
         self,
@@ -103,31 +103,40 @@ class Ranks:
         *args: Any,
         backend: str = "gloo",
         launched: bool = False,
-        seconds: float = SECONDS,
+        seconds: float = RANK_TIMEOUT_S,
         group_seconds: float = 60.0,
     ) -> list[RankResult]:
-        """How each rank ended. `backend` is empty for processes without a group, and who is
-        `launched` has none yet, but the variables by which a launcher's workers make theirs. Who
-        has not ended after `seconds` shows its stacks and ends with exit code 1."""
+        """Run `function(*args)` in `world` ranks, and return the result of each rank.
+
+        Args:
+            function: a function at the module level of its module.
+            world: number of ranks.
+            *args: arguments of the function.
+            backend: backend of the process group; "" for ranks without a group.
+            launched: start the ranks without a group, but with the environment variables that a
+                launcher sets, so that the function can create the group.
+            seconds: time limit. A rank that runs longer prints its stack and exits with code 1.
+            group_seconds: timeout of the process group.
+        """
         call = pickle.dumps((function, args))
         environment = dict(os.environ)
         if launched:
             backend, port = "", str(free_port())
-            more = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world)}
-            environment.update(more)
+            variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world)}
+            environment.update(variables)
         settings = (world, backend, seconds, group_seconds)
         request = _Request(call, *settings, environment, os.getcwd(), launched)
         sys.stdout.flush()
         sys.stderr.flush()
         _send(self._control, request, 1, 2)
-        self._control.settimeout(seconds + 3 * GRACE)
+        self._control.settimeout(seconds + 3 * EXIT_TIMEOUT_S)
         answers, _ = _receive(self._control)
-        return [_rank_result(status, found) for status, found in answers]
+        return [_rank_result(status, data) for status, data in answers]
 
     def close(self) -> int:
-        """End the warm process; its exit code, which is 0 where it had not to be killed."""
+        """Stop the server, and return its exit code: 0 if it did not have to be killed."""
         self._control.close()
-        _wait_for({self.pid}, GRACE)
+        _wait_for({self.pid}, EXIT_TIMEOUT_S)
         os.kill(self.pid, signal.SIGKILL)
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
@@ -150,15 +159,15 @@ def ranks(pytestconfig: pytest.Config) -> Ranks:
     return pytestconfig.stash[_KEY]
 
 
-def _rank_result(status: int, found: bytes) -> RankResult:
-    if found:
-        return RankResult(status, *pickle.loads(found))
+def _rank_result(status: int, data: bytes) -> RankResult:
+    if data:
+        return RankResult(status, *pickle.loads(data))
     how = signal.Signals(-status).name if status < 0 else f"exit code {status}"
-    return RankResult(status, error=f"it ended with {how} and said nothing: see standard error")
+    return RankResult(status, error=f"exited with {how} without a result: see standard error")
 
 
 def _send(control: socket.socket, value: object, *descriptors: int) -> None:
-    """A message is a file in memory, of any size, and what descriptors go with it."""
+    """Send a message and file descriptors. The message is sent as a file in memory, of any size."""
     with open(os.memfd_create("message"), "w+b") as memory:
         pickle.dump(value, memory)
         memory.flush()
@@ -168,35 +177,37 @@ def _send(control: socket.socket, value: object, *descriptors: int) -> None:
 def _receive(control: socket.socket) -> tuple[Any, list[int]]:
     data, descriptors, _, _ = socket.recv_fds(control, 1, 3)
     if not data:
-        raise EOFError("the other side is gone")
+        raise EOFError("the other side has closed the connection")
     with open(descriptors[0], "rb") as memory:
         memory.seek(0)
         return pickle.load(memory), descriptors[1:]
 
 
 def _serve(control: socket.socket) -> None:
-    """Plays what is asked for, until nobody is left to ask."""
+    """Run requests until the client closes the connection."""
     os.setsid()
-    # What a rank imports may warn, as it may in a program of a user's.
+    # Modules that ranks import may emit warnings, as in any other program.
     warnings.simplefilter("default")
-    # What a rank leaves behind becomes a child of this process, which ends it.
+    # Processes that a rank leaves become children of this process, which kills them.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    loaded = False
+    is_preloaded = False
     while True:
         try:
             request, streams = _receive(control)
-            if not loaded:
-                for module in LOADED:
+            if not is_preloaded:
+                for module in PRELOADED:
                     importlib.import_module(module)
-                loaded = True
-            _send(control, _play(request, streams, control))
+                is_preloaded = True
+            _send(control, _run_ranks(request, streams, control))
         except (EOFError, BrokenPipeError):
             return
         for descriptor in streams:
             os.close(descriptor)
 
 
-def _play(request: _Request, streams: list[int], control: socket.socket) -> list[tuple[int, bytes]]:
+def _run_ranks(
+    request: _Request, streams: list[int], control: socket.socket
+) -> list[tuple[int, bytes]]:
     files = [os.memfd_create(f"rank {rank}") for rank in range(request.world)]
     with tempfile.TemporaryDirectory(dir=request.environment.get("TMPDIR")) as folder:
         pids = []
@@ -204,40 +215,40 @@ def _play(request: _Request, streams: list[int], control: socket.socket) -> list
             pid = os.fork()
             if not pid:
                 control.close()
-                _be_a_rank(request, rank, Path(folder), streams, file)
+                _run_rank(request, rank, Path(folder), streams, file)
             pids.append(pid)
-        _wait_for(set(pids), request.seconds + GRACE, control)
-        statuses = _end_all_children()
+        _wait_for(set(pids), request.seconds + EXIT_TIMEOUT_S, control)
+        statuses = _kill_all_children()
     answers = []
     for pid, file in zip(pids, files, strict=True):
-        with open(file, "rb") as found:
-            found.seek(0)
-            answers.append((statuses[pid], found.read()))
+        with open(file, "rb") as result:
+            result.seek(0)
+            answers.append((statuses[pid], result.read()))
     return answers
 
 
 def _wait_for(pids: set[int], seconds: float, control: socket.socket | None = None) -> None:
-    """Until all these children have ended, the time is over, or nobody is left to tell."""
+    """Wait until these children have exited, the time is over, or `control` is closed."""
     poll, deadline = select.poll(), time.monotonic() + seconds
     waiting = {os.pidfd_open(pid) for pid in pids}
     for descriptor in waiting:
         poll.register(descriptor, select.POLLIN)
     if control is not None:
         poll.register(control, select.POLLIN)
-    left = set(waiting)
-    while left and (more := deadline - time.monotonic()) > 0:
-        for descriptor, _ in poll.poll(1000 * more):
-            if descriptor not in waiting:  # nothing comes but the end of who asks
-                left.clear()
+    running = set(waiting)
+    while running and (remaining_s := deadline - time.monotonic()) > 0:
+        for descriptor, _ in poll.poll(1000 * remaining_s):
+            if descriptor not in waiting:  # the client has closed the connection
+                running.clear()
                 break
-            left.discard(descriptor)
+            running.discard(descriptor)
             poll.unregister(descriptor)
     for descriptor in waiting:
         os.close(descriptor)
 
 
-def _end_all_children() -> dict[int, int]:
-    """Kill who is still there, and who was theirs; the exit codes of all, by pid."""
+def _kill_all_children() -> dict[int, int]:
+    """Kill all children and their descendants, and return the exit codes of all by pid."""
     codes: dict[int, int] = {}
     while True:
         for child in find_children(os.getpid()):
@@ -249,25 +260,26 @@ def _end_all_children() -> dict[int, int]:
         codes[pid] = os.waitstatus_to_exitcode(status)
 
 
-def _be_a_rank(request: _Request, rank: int, folder: Path, streams: list[int], file: int) -> None:
+def _run_rank(request: _Request, rank: int, folder: Path, streams: list[int], file: int) -> None:
     faulthandler.dump_traceback_later(request.seconds, exit=True)
-    end: tuple[Any, str] = (None, "")
+    result: tuple[Any, str] = (None, "")  # value and error
     try:
-        _settle(request, streams)
+        _take_over_process_state(request, streams)
         if request.launched:
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-        end = (_call(request, rank, folder), "")
-        pickle.dumps(end)
+        result = (_call(request, rank, folder), "")
+        pickle.dumps(result)  # raises here if the value cannot be pickled
     except BaseException:
-        end = (None, traceback.format_exc())
+        result = (None, traceback.format_exc())
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os.pwrite(file, pickle.dumps(end), 0)
-        os._exit(bool(end[1]))
+        os.pwrite(file, pickle.dumps(result), 0)
+        os._exit(bool(result[1]))
 
 
-def _settle(request: _Request, streams: list[int]) -> None:
+def _take_over_process_state(request: _Request, streams: list[int]) -> None:
+    """Set the environment, directory and streams of the test."""
     for number, descriptor in enumerate(streams, 1):
         os.dup2(descriptor, number)
     sys.stdout = os.fdopen(1, "w", buffering=1)

@@ -1,4 +1,4 @@
-"""A real Redis on loopback, which keeps nothing on disk, and can be stopped and killed."""
+"""A real Redis server on loopback that stores nothing on disk. It can be stopped and killed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ needs_redis = pytest.mark.skipif(BINARY is None, reason="no Redis here: install 
 
 
 class RedisServer(Server):
-    """Starts when entered, and is gone when left."""
+    """A Redis server, which runs while this context manager is entered."""
 
-    NAME, READY = "redis", "Ready to accept connections"
+    NAME = "redis"
+    READY = "Ready to accept connections"
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -25,5 +26,5 @@ class RedisServer(Server):
     def command(self) -> tuple[str, ...]:
         assert BINARY is not None
         host, _, port = self.endpoint.rpartition(":")
-        nothing = ("--save", "", "--appendonly", "no", "--dir", str(self._folder))
-        return (sys.executable, "-c", BOOT, BINARY, "--bind", host, "--port", port, *nothing)
+        no_files = ("--save", "", "--appendonly", "no", "--dir", str(self._folder))
+        return (sys.executable, "-c", BOOT, BINARY, "--bind", host, "--port", port, *no_files)

@@ -1,4 +1,4 @@
-"""Folders that somebody else removes, at the worst moment."""
+"""Directories that another process removes at an inconvenient moment."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import pytest
 
 @contextlib.contextmanager
 def dir_removed_when_listed(folder: Path) -> Iterator[Path]:
-    """A folder that goes when its files are about to be listed, having been found."""
+    """Create a directory that is removed just before its files are listed."""
     folder.mkdir()
     scandir = os.scandir
 
-    def gone(path: Any = ".") -> Any:
+    def remove_and_list(path: Any = ".") -> Any:
         if str(path) == str(folder) and folder.exists():
             folder.rmdir()
         return scandir(path)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "scandir", gone)
+        patch.setattr(os, "scandir", remove_and_list)
         yield folder
     assert not folder.exists()

@@ -1,4 +1,7 @@
-"""An agent alone with workers that are no processes: each part of it may be somebody else's."""
+"""An agent with one worker that is not a process.
+
+Tests can replace each part: the rendezvous handler, the workers and the agent.
+"""
 
 from __future__ import annotations
 
@@ -23,25 +26,25 @@ from elasticlib.workers.spec import WorkerGroup
 
 
 class SingleNodeHandler(RendezvousHandler):
-    """A rendezvous of one node, which settles at once."""
+    """A rendezvous handler for a single node, which returns at once."""
 
-    def __init__(self, **facts: Any) -> None:
+    def __init__(self, **fields: Any) -> None:
         self.generation = 0
-        self.facts = facts
+        self.fields = fields  # of the RendezvousInfo; they override the defaults
 
     def get_backend(self) -> str:
-        return "lone"
+        return "single"
 
     def get_run_id(self) -> str:
         return "run"
 
     def next_rendezvous(self) -> RendezvousInfo:
         self.generation += 1
-        facts: dict[str, Any] = {
+        defaults: dict[str, Any] = {
             "assignment": assign_ranks([Node("n-1", "n", "127.0.0.1", slots=1)])[0],
             "bootstrap_store_info": RendezvousStoreInfo("127.0.0.1", 1),
         }
-        return RendezvousInfo("run", self.generation, **{**facts, **self.facts})
+        return RendezvousInfo("run", self.generation, **{**defaults, **self.fields})
 
     def is_closed(self) -> bool:
         return False
@@ -56,7 +59,7 @@ class SingleNodeHandler(RendezvousHandler):
 
 
 class OneWorker(Workers):
-    """A worker that runs until it is told to end; `finish` has it succeed."""
+    """A worker that runs until `stop` or `finish`. By default, `finish` makes it succeed."""
 
     def __init__(self) -> None:
         self.up = threading.Event()
@@ -92,7 +95,7 @@ class OneWorker(Workers):
 
 
 class Run:
-    """An agent's run in a thread of its own."""
+    """A run of an agent in another thread."""
 
     def __init__(self, agent: ElasticAgent) -> None:
         self.agent = agent
@@ -100,14 +103,14 @@ class Run:
         self._thread = threading.Thread(target=lambda: self._results.append(agent.run()))
         self._thread.start()
 
-    def has_ended(self, seconds: float) -> bool:
-        """Whether the run ends within this time."""
+    def ends_within(self, seconds: float) -> bool:
+        """Return True if the run ends within this time."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def result(self) -> RunResult:
         self._thread.join(60)
-        assert self._results, "the run has not ended"
+        assert self._results, "the run has not returned"
         return self._results[0]
 
 
@@ -119,7 +122,7 @@ def running(
     kind: Callable[..., ElasticAgent] = ElasticAgent,
     **settings: Any,
 ) -> Iterator[Run]:
-    """An agent whose worker is up; in the end it has ended, and its threads with it."""
+    """Run an agent until its worker has started; at the end, stop it and wait for its threads."""
     before = set(threading.enumerate())
     spec = WorkerSpec(Command("none"))
     run = Run(kind(spec, handler or SingleNodeHandler(), workers, **settings))

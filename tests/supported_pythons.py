@@ -19,80 +19,81 @@ from pathlib import Path
 
 SUPPORTED = ("3.10", "3.11", "3.12", "3.13")
 ROOT = Path(__file__).parent.parent
-PLACE = ROOT / ".venv-pythons"
-SECONDS = 1500.0
-"""For each step: a torch with its CUDA libraries is some gigabytes."""
+ENVIRONMENTS = ROOT / ".venv-pythons"
+STEP_TIMEOUT_S = 1500.0  # torch with its CUDA libraries is a download of some gigabytes
 
 
-def at_hand() -> dict[str, Path]:
-    """An interpreter for each minor version, of several the one with the least patches: Debian's
-    rather than one that was put beside it."""
+def find_interpreters() -> dict[str, Path]:
+    """Return an interpreter for each minor version that is installed.
+
+    Of several interpreters of one version it is that of the lowest patch release, which is likely
+    the one of the distribution.
+    """
     folders = [Path(folder) for folder in os.environ.get("PATH", os.defpath).split(os.pathsep)]
     if shutil.which("pyenv"):
-        asked = subprocess.run(["pyenv", "root"], capture_output=True, text=True, check=False)
-        folders += sorted(Path(asked.stdout.strip()).glob("versions/*/bin"))
+        pyenv = subprocess.run(["pyenv", "root"], capture_output=True, text=True, check=False)
+        folders += sorted(Path(pyenv.stdout.strip()).glob("versions/*/bin"))
     names = ["python3", *(f"python{version}" for version in SUPPORTED)]
     found: dict[str, tuple[tuple[int, ...], Path]] = {}
     for path in (folder / name for folder in folders for name in names):
-        version = version_of(path)
+        version = read_version(path)
         minor = ".".join(map(str, version[:2]))
         if version and minor in SUPPORTED and version < found.get(minor, ((99,), path))[0]:
             found[minor] = version, path
     return {minor: path for minor, (_, path) in sorted(found.items())}
 
 
-def version_of(path: Path) -> tuple[int, ...]:
-    """Nothing for what is no interpreter, or cannot make an environment."""
+def read_version(path: Path) -> tuple[int, ...]:
+    """Return the version of an interpreter, or () if it cannot create environments."""
     code = "import sys, ensurepip, venv; print(*sys.version_info[:3])"
     if not os.access(path, os.X_OK):
         return ()
-    asked = subprocess.run([path, "-c", code], capture_output=True, text=True, check=False)
-    return tuple(map(int, asked.stdout.split())) if asked.returncode == 0 else ()
+    result = subprocess.run([path, "-c", code], capture_output=True, text=True, check=False)
+    return tuple(map(int, result.stdout.split())) if result.returncode == 0 else ()
 
 
-def try_one(python: Path, place: Path, *, demo: bool) -> str:
-    """What did not work, or nothing."""
-    begin = [python, "-m", "venv", place]
+def try_interpreter(python: Path, environment: Path, *, demo: bool) -> str:
+    """Return what failed, or "" if all steps succeeded."""
+    setup = [python, "-m", "venv", environment]
     if demo:
-        begin = ["make", "--no-print-directory", "demo", f"PYTHON={python}", f"VENV={place}"]
-    # Resolved with what the metadata says: nothing but that is downloaded.
-    resolve = [place / "bin/python", "-m", "pip", "--disable-pip-version-check", "install"]
+        setup = ["make", "--no-print-directory", "demo", f"PYTHON={python}", f"VENV={environment}"]
+    # Resolving needs only the metadata of the packages.
+    resolve = [environment / "bin/python", "-m", "pip", "--disable-pip-version-check", "install"]
     resolve += ["--dry-run", "--quiet", "--constraint", "constraints.txt", "--editable", ".[dev]"]
-    for command in (begin, resolve):
-        said = " ".join(map(str, command))
+    for command in (setup, resolve):
+        line = " ".join(map(str, command))
         try:
-            ran = subprocess.run(command, cwd=ROOT, timeout=SECONDS, check=False)
+            result = subprocess.run(command, cwd=ROOT, timeout=STEP_TIMEOUT_S, check=False)
         except subprocess.TimeoutExpired:
-            return f"{said}: not done after {SECONDS:g} s"
-        if ran.returncode:
-            return f"{said}: exit code {ran.returncode}"
+            return f"{line}: not done after {STEP_TIMEOUT_S:g} s"
+        if result.returncode:
+            return f"{line}: exit code {result.returncode}"
     return ""
 
 
-def main(given: list[str]) -> int:
-    found = at_hand()
-    resolve = "--resolve" in given
-    asked = [word for word in given if word != "--resolve"]
+def main(arguments: list[str]) -> int:
+    found = find_interpreters()
+    resolve = "--resolve" in arguments
+    named = [argument for argument in arguments if argument != "--resolve"]
     own = ".".join(map(str, sys.version_info[:2]))
-    wanted = asked or list(found)
+    wanted = named or list(found)
     failed = 0
-    for version in [version for version in (asked or SUPPORTED) if version not in found]:
-        print(f"Python {version}: not at hand", flush=True)
-        failed += version in asked
+    for version in [version for version in (named or SUPPORTED) if version not in found]:
+        print(f"Python {version}: not installed", flush=True)
+        failed += version in named
     for version in [version for version in wanted if version in found]:
-        full = ".".join(map(str, version_of(found[version])))
+        full = ".".join(map(str, read_version(found[version])))
         print(f"Python {full}, {found[version]}", flush=True)
-        place = PLACE / version
-        shutil.rmtree(place, ignore_errors=True)
+        environment = ENVIRONMENTS / version
+        shutil.rmtree(environment, ignore_errors=True)
         try:
             demo = not resolve or version == own
-            why = try_one(found[version], place, demo=demo)
+            success = "the demo succeeded" if demo else "all dependencies can be resolved"
+            failure = try_interpreter(found[version], environment, demo=demo)
         finally:
-            shutil.rmtree(place, ignore_errors=True)
-        print(
-            f"Python {full}: {why or ('set up, demo run' if demo else 'all is found')}", flush=True
-        )
-        failed += bool(why)
+            shutil.rmtree(environment, ignore_errors=True)
+        print(f"Python {full}: {failure or success}", flush=True)
+        failed += bool(failure)
     print(f"{len([v for v in wanted if v in found]) - failed} passed, {failed} failed")
     return 1 if failed or not found else 0
 

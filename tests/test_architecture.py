@@ -1,12 +1,13 @@
-"""The plan of the house, read off the code itself: one test a rule, which lists all that breaks it.
+"""Rules for the structure of the code: one test for each rule, which lists all violations.
 
-Lines of 100 columns, 5 positional arguments and the codes of `type: ignore` are ruff's to check.
+ruff checks the line length, the number of positional arguments and the codes of `type: ignore`.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -18,6 +19,7 @@ PACKAGE = ROOT / "elasticlib"
 NAMES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
 TESTS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("*.py"))
 
+# Each package imports only packages before it.
 ORDER = (
     "",  # the modules at the top, such as errors.py
     *("stores", "rendezvous", "workers", "observe", "agent"),
@@ -25,22 +27,26 @@ ORDER = (
     *("compat", "launch", "integrations", "examples", "testing"),
     "__init__.py",
 )
-"""Each folder imports those before it alone."""
 
-COMPAT_DOOR = "compat/torch_launch.py"
-"""All that is imported of torch's shapes, and that by `launch` alone: see docs/design.md."""
+# The only module of `compat` that other packages import; only `launch` does. See docs/design.md.
+COMPAT_MODULE = "compat/torch_launch.py"
 
+# Only these packages create objects that do I/O. They pass them to the others as arguments.
 COMPOSERS = ("in_place", "compat", "launch", "integrations", "examples", "testing", "__init__.py")
-"""They alone choose the doers; the others get theirs handed over, as an interface or a value."""
-MEETS_ITS_AGENT = ("checkpoint/manager.py", "workers/context.py")
+# The exception: a checkpoint manager finds its agent through the worker context.
+COMPOSER_EXCEPTION = ("checkpoint/manager.py", "workers/context.py")
 
-WORLD = {
+# Modules that pure code does not import.
+IO_MODULES = {
     *("time", "datetime", "os", "socket", "select", "selectors", "threading", "subprocess"),
     *("multiprocessing", "signal", "random", "logging", "torch"),
 }
-DOES = {"socket", "selectors", "threading", "subprocess", "multiprocessing"}
-"""Who imports one of these directly opens connections, or starts threads or processes."""
+# A module that imports one of these opens connections, or starts threads or processes.
+CONNECTION_MODULES = {
+    *("socket", "selectors", "threading", "subprocess", "multiprocessing"),
+}
 
+# Modules that decide or encode. They, and all modules that they import, do no I/O.
 PURE = (
     "agent/policy.py",
     "agent/stop_procedure.py",
@@ -58,47 +64,47 @@ PURE = (
     "stores/tcp_protocol.py",
     "workers/spec.py",
 )
-"""Modules that decide or encode. They, and all that they import, import nothing of the world."""
 
-ENVIRONMENT_IS_NOT_FOR = ("", "stores", "rendezvous", "agent", "observe", "data", "logical")
+NO_ENVIRONMENT_IN = ("", "stores", "rendezvous", "agent", "observe", "data", "logical")
 NO_PLAIN_THREADS_IN = ("stores", "rendezvous", "agent", "observe", "launch", "integrations")
 MAX_FUNCTION_LINES = 50
 
 
-def folder(name: str) -> str:
+def package_of(name: str) -> str:
+    """Return the name of the package, "" for modules at the top, or "__init__.py"."""
     if name == "__init__.py":
         return name
     return name.split("/")[0] if "/" in name else ""
 
 
 @functools.cache
-def text(path: str) -> str:
+def read_text(path: str) -> str:
     return (ROOT / path).read_text()
 
 
 @functools.cache
-def tree(path: str) -> ast.Module:
-    return ast.parse(text(path))
+def parse(path: str) -> ast.Module:
+    return ast.parse(read_text(path))
 
 
-def of(name: str) -> ast.Module:
-    return tree(f"elasticlib/{name}")
+def parse_module(name: str) -> ast.Module:
+    return parse(f"elasticlib/{name}")
 
 
-def run_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """All below a node, but not what is imported for its types alone."""
+def walk_without_type_checking(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield all nodes below a node, except imports that are only for type checkers."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
             continue
         yield child
-        yield from run_nodes(child)
+        yield from walk_without_type_checking(child)
 
 
 @functools.cache
-def others(name: str) -> frozenset[str]:
-    """The top names of what a file imports that is not elasticlib's."""
+def external_imports(name: str) -> frozenset[str]:
+    """Return the top-level names of the imports of a module, without those of elasticlib."""
     found = set()
-    for node in ast.walk(of(name)):
+    for node in ast.walk(parse_module(name)):
         if isinstance(node, ast.Import):
             found.update(alias.name.split(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -107,188 +113,210 @@ def others(name: str) -> frozenset[str]:
 
 
 @functools.cache
-def own(name: str) -> frozenset[str]:
-    """The files of elasticlib that a file imports, anywhere in it."""
+def internal_imports(name: str) -> frozenset[str]:
+    """Return the modules of elasticlib that a module imports, anywhere in it."""
     found: set[str] = set()
     package = [*Path(name).parent.parts]
-    for node in run_nodes(of(name)):
+    for node in walk_without_type_checking(parse_module(name)):
         if isinstance(node, ast.ImportFrom) and node.level:
-            above = package[: len(package) - node.level + 1]
-            module = "/".join([*above, *(node.module.split(".") if node.module else [])])
-            inside = {f"{module}/{alias.name}.py".lstrip("/") for alias in node.names}
-            found |= {f"{module}.py", f"{module}/__init__.py"} | inside
+            parent = package[: len(package) - node.level + 1]
+            module = "/".join([*parent, *(node.module.split(".") if node.module else [])])
+            submodules = {f"{module}/{alias.name}.py".lstrip("/") for alias in node.names}
+            found |= {f"{module}.py", f"{module}/__init__.py"} | submodules
     return frozenset(found & set(NAMES))
 
 
-def beneath(name: str) -> set[str]:
-    """All that a file imports, and what these import."""
+def all_imports(name: str) -> set[str]:
+    """Return all modules that a module imports, directly or indirectly."""
     found: set[str] = set()
-    waiting = [name]
-    while waiting:
-        new = own(waiting.pop()) - found
+    pending = [name]
+    while pending:
+        new = internal_imports(pending.pop()) - found
         found |= new
-        waiting.extend(new)
+        pending.extend(new)
     return found
 
 
-def assert_none(broken: list[str], rule: str) -> None:
-    assert not broken, "\n".join([rule, *sorted(broken)])
+def assert_none(violations: list[str], rule: str) -> None:
+    assert not violations, "\n".join([rule, *sorted(violations)])
 
 
-def test_a_folder_imports_only_those_before_it() -> None:
-    unknown = {folder(name) for name in NAMES} - set(ORDER)
-    assert not unknown, f"{sorted(unknown)} have no place in ORDER, which says who imports whom"
-    broken = [
+def test_each_package_imports_only_packages_before_it_in_the_order() -> None:
+    unknown = {package_of(name) for name in NAMES} - set(ORDER)
+    assert not unknown, f"{sorted(unknown)} are missing in ORDER, the order of imports"
+    violations = [
         f"{name} imports {other}"
         for name in NAMES
-        for other in own(name)
-        if ORDER.index(folder(other)) > ORDER.index(folder(name))
+        for other in internal_imports(name)
+        if ORDER.index(package_of(other)) > ORDER.index(package_of(name))
     ]
-    assert_none(broken, f"A folder imports those before it alone: {', '.join(ORDER[1:-1])}.")
+    assert_none(violations, f"A package imports only packages before it: {', '.join(ORDER[1:-1])}.")
 
 
-def test_torchs_shapes_could_be_deleted_whole() -> None:
-    broken = [
+def test_only_launch_imports_compat() -> None:
+    violations = [
         f"{name} imports {other}"
         for name in NAMES
-        for other in own(name)
-        if folder(other) == "compat" != folder(name)
-        and (folder(name) != "launch" or other != COMPAT_DOOR)
+        for other in internal_imports(name)
+        if package_of(other) == "compat" != package_of(name)
+        and (package_of(name) != "launch" or other != COMPAT_MODULE)
     ]
-    assert_none(broken, f"Only launch imports compat, by {COMPAT_DOOR}.")
-    assert f"`{COMPAT_DOOR}`" in (ROOT / "docs" / "design.md").read_text()
+    assert_none(violations, f"Only launch imports compat, and only {COMPAT_MODULE}.")
+    assert f"`{COMPAT_MODULE}`" in (ROOT / "docs" / "design.md").read_text()
 
 
-def test_only_tests_import_testing_and_only_examples_integrations() -> None:
+def test_only_testing_imports_testing_and_only_examples_import_integrations() -> None:
     may_import = {"testing": {"testing"}, "integrations": {"integrations", "examples"}}
-    broken = [
+    violations = [
         f"{name} imports {other}"
         for name in NAMES
-        for other in own(name)
-        if folder(name) not in may_import.get(folder(other), {folder(name)})
-    ]
-    assert_none(broken, "`testing` and `integrations` need what elasticlib does not depend on.")
-
-
-def test_no_file_imports_itself_around_others() -> None:
-    broken = [f"{name}: {sorted(beneath(name))}" for name in NAMES if name in beneath(name)]
-    assert_none(broken, "These stand in a circle with some of what they import.")
-
-
-def test_only_composers_import_what_does_of_another_folder() -> None:
-    broken = [
-        f"{name} imports {other}, which imports {sorted(others(other) & DOES)}"
-        for name in NAMES
-        for other in own(name)
-        if folder(other) not in ("", folder(name))
-        and folder(name) not in COMPOSERS
-        and others(other) & DOES
-        and (name, other) != MEETS_ITS_AGENT
+        for other in internal_imports(name)
+        if package_of(name) not in may_import.get(package_of(other), {package_of(name)})
     ]
     assert_none(
-        broken, "Who composes hands over what opens connections, starts threads or processes."
+        violations, "`testing` and `integrations` need packages that elasticlib does not depend on."
     )
 
 
-def test_a_pure_module_and_what_it_imports_know_nothing_of_the_world() -> None:
-    gone = [
-        f"elasticlib/{name} is on the list PURE and is not there: if it was renamed or merged, "
-        "put the module that decides or encodes in its place there"
+def test_there_is_no_import_cycle() -> None:
+    violations = [
+        f"{name}: {sorted(all_imports(name))}" for name in NAMES if name in all_imports(name)
+    ]
+    assert_none(violations, "These modules are in an import cycle.")
+
+
+def test_only_composing_packages_import_modules_with_io_of_another_package() -> None:
+    violations = [
+        f"{name} imports {other}, which imports {sorted(modules)}"
+        for name in NAMES
+        for other in internal_imports(name)
+        if package_of(other) not in ("", package_of(name))
+        and package_of(name) not in COMPOSERS
+        and (modules := external_imports(other) & CONNECTION_MODULES)
+        and (name, other) != COMPOSER_EXCEPTION
+    ]
+    assert_none(
+        violations,
+        "Objects that open connections or start threads or processes are passed as arguments.",
+    )
+
+
+def test_pure_modules_import_nothing_that_does_io() -> None:
+    missing = [
+        f"elasticlib/{name} is in the list PURE but does not exist: if it was renamed or merged, "
+        "replace it by the module that decides or encodes now"
         for name in PURE
         if name not in NAMES
     ]
-    broken = [
-        f"{name} has {inner}, which imports {sorted(others(inner) & WORLD)}"
+    violations = [
+        f"{name} needs {inner}, which imports {sorted(external_imports(inner) & IO_MODULES)}"
         for name in PURE
         if name in NAMES
-        for inner in {name} | beneath(name)
-        if others(inner) & WORLD
+        for inner in {name} | all_imports(name)
+        if external_imports(inner) & IO_MODULES
     ]
-    assert_none(gone + broken, "A pure module takes all that it needs as arguments.")
+    assert_none(missing + violations, "A pure module gets all values from I/O as arguments.")
 
 
-def test_only_the_clock_reads_the_time() -> None:
+def test_only_the_clock_module_imports_time() -> None:
     assert_none(
-        [name for name in NAMES if name != "clock.py" and others(name) & {"time", "datetime"}],
-        "Time is read from elasticlib.clock alone.",
+        [
+            name
+            for name in NAMES
+            if name != "clock.py" and external_imports(name) & {"time", "datetime"}
+        ],
+        "Only elasticlib.clock imports time.",
     )
 
 
-def test_the_environment_is_read_where_processes_begin_alone() -> None:
-    broken = [
+def test_the_core_packages_do_not_read_the_environment() -> None:
+    violations = [
         f"{name}:{node.lineno}"
         for name in NAMES
-        if folder(name) in ENVIRONMENT_IS_NOT_FOR
-        for node in ast.walk(of(name))
+        if package_of(name) in NO_ENVIRONMENT_IN
+        for node in ast.walk(parse_module(name))
         if isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv")
     ]
-    assert_none(broken, "These folders are given what the environment says as arguments.")
+    assert_none(violations, "These packages get the values of environment variables as arguments.")
 
 
 def test_functions_have_at_most_50_code_lines() -> None:
-    broken = []
+    violations = []
     for path in [*(f"elasticlib/{name}" for name in NAMES), *TESTS]:
-        lines = text(path).splitlines()
-        for node in ast.walk(tree(path)):
+        lines = read_text(path).splitlines()
+        for node in ast.walk(parse(path)):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 length = code_lines(node, lines)
                 if length > MAX_FUNCTION_LINES:
-                    broken.append(f"{path}:{node.lineno}: {node.name} has {length} code lines")
-    assert_none(broken, f"Functions have at most {MAX_FUNCTION_LINES} code lines.")
+                    violations.append(f"{path}:{node.lineno}: {node.name} has {length} code lines")
+    assert_none(violations, f"Functions have at most {MAX_FUNCTION_LINES} code lines.")
 
 
 def code_lines(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> int:
-    """Lines of the body without its docstring, blank lines and comments."""
+    """Return the number of lines of the body without docstring, blank lines and comments."""
     body = node.body[1:] if ast.get_docstring(node) is not None else node.body
     if not body:
         return 0
-    written = lines[body[0].lineno - 1 : node.end_lineno]
-    return sum(bool(line.strip()) and not line.strip().startswith("#") for line in written)
+    body_lines = lines[body[0].lineno - 1 : node.end_lineno]
+    return sum(bool(line.strip()) and not line.strip().startswith("#") for line in body_lines)
 
 
-def test_no_two_files_of_tests_have_one_name() -> None:
+def test_test_files_have_different_names() -> None:
     names = Counter(path.name for path in Path(__file__).parent.rglob("test_*.py"))
-    twice = [name for name, times in names.items() if times > 1]
-    assert_none(twice, "pytest imports a file of tests by its name, so each has one of its own.")
+    duplicates = [name for name, times in names.items() if times > 1]
+    assert_none(duplicates, "pytest imports test files by their names, so the names must differ.")
 
 
-def test_a_module_says_what_rule_it_keeps() -> None:
-    broken = [name for name in NAMES if of(name).body and not ast.get_docstring(of(name))]
-    assert_none(broken, "A module begins with a docstring.")
+def test_test_files_named_in_conftest_exist() -> None:
+    named = re.findall(r'"(test_\w+\.py)"', read_text("tests/conftest.py"))
+    assert len(named) > 20
+    missing = sorted(set(named) - {Path(path).name for path in TESTS})
+    assert_none(missing, "tests/conftest.py names test files that do not exist.")
 
 
-def test_nothing_is_checked_by_an_assertion() -> None:
-    broken = [
+def test_each_module_has_a_docstring() -> None:
+    violations = [
+        name
+        for name in NAMES
+        if parse_module(name).body and not ast.get_docstring(parse_module(name))
+    ]
+    assert_none(violations, "A module needs a docstring.")
+
+
+def test_the_library_has_no_assert_statements() -> None:
+    violations = [
         f"{name}:{node.lineno}"
         for name in NAMES
-        if folder(name) != "testing"  # its suites are tests
-        for node in ast.walk(of(name))
+        if package_of(name) != "testing"  # its contract suites are tests
+        for node in ast.walk(parse_module(name))
         if isinstance(node, ast.Assert)
     ]
-    assert_none(broken, "python -O leaves assertions out: raise, or see errors.require_not_none.")
-
-
-def test_a_thread_that_dies_is_heard() -> None:
-    broken = [
-        f"{name}:{node.lineno}"
-        for name in NAMES
-        if folder(name) in NO_PLAIN_THREADS_IN
-        for node in ast.walk(of(name))
-        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "Thread"
-    ]
     assert_none(
-        broken,
-        "threads.daemon_thread reports an exception; the owner of a plain thread waits forever.",
+        violations, "python -O removes assertions: raise an error, or use errors.require_not_none."
     )
 
 
-def python(code: str) -> int:
+def test_threads_are_created_by_daemon_thread() -> None:
+    violations = [
+        f"{name}:{node.lineno}"
+        for name in NAMES
+        if package_of(name) in NO_PLAIN_THREADS_IN
+        for node in ast.walk(parse_module(name))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "Thread"
+    ]
+    assert_none(
+        violations,
+        "threads.daemon_thread reports exceptions; the owner of a plain thread would wait forever.",
+    )
+
+
+def run_python(code: str) -> int:
     return subprocess.run([sys.executable, "-c", code], timeout=100).returncode
 
 
 def test_importing_elasticlib_does_not_import_torch() -> None:
     code = "import sys, elasticlib; sys.exit('torch' in sys.modules or 'attrs' in sys.modules)"
-    assert python(code) == 0
+    assert run_python(code) == 0
 
 
 def test_contract_suites_are_imported_with_their_dependencies_on_first_use() -> None:
@@ -297,25 +325,25 @@ def test_contract_suites_are_imported_with_their_dependencies_on_first_use() -> 
         "assert not {'pytest', 'hypothesis'} & set(sys.modules); "
         "[getattr(testing, name) for name in testing.__all__]"
     )
-    assert python(code) == 0
+    assert run_python(code) == 0
 
 
-def test_the_command_line_is_read_without_torch_or_the_metadata_of_distributions() -> None:
+def test_the_command_line_is_parsed_without_torch_and_importlib_metadata() -> None:
     code = (
         "import sys; from elasticlib.launch.command_line import build_parser; build_parser(); "
         "sys.exit('torch' in sys.modules or 'importlib.metadata' in sys.modules)"
     )
-    assert python(code) == 0
+    assert run_python(code) == 0
 
 
-def test_a_state_that_is_not_sharded_is_saved_and_restored_without_dtensors() -> None:
-    """Their modules take a second to import, in each new worker."""
+def test_state_without_shards_is_saved_and_restored_without_importing_dtensor() -> None:
+    """The modules of DTensor take a second to import, in each new worker."""
     code = (
         "import sys, tempfile, torch, elasticlib\n"
         "with elasticlib.CheckpointManager(tempfile.mkdtemp()) as manager:\n"
         "    manager.save(1, {'w': torch.ones(3)}).wait()\n"
         "    assert manager.restore({'w': torch.ones(3)}).step == 1\n"
-        "late = {'torch.distributed.tensor', 'torch.distributed.checkpoint'}\n"
-        "sys.exit(bool(late & set(sys.modules)))"
+        "forbidden = {'torch.distributed.tensor', 'torch.distributed.checkpoint'}\n"
+        "sys.exit(bool(forbidden & set(sys.modules)))"
     )
-    assert python(code) == 0
+    assert run_python(code) == 0

@@ -1,7 +1,7 @@
-"""Pictures and tables of docs/ are drawn by programs.
+"""Pictures and tables of docs/ that programs draw are up to date.
 
-`python docs/making/redraw.py` (or `make docs`) redraws what shows the agent's policy, and
-`make picture` runs and draws the job of the first page.
+`python docs/making/redraw.py` (or `make docs`) draws the agent's policy. `make picture` runs the
+job of the first page and draws its picture.
 """
 
 from __future__ import annotations
@@ -24,41 +24,41 @@ from elasticlib.agent.policy import AgentState
 ROOT = Path(__file__).parent.parent
 
 
-def test_every_event_of_the_policy_has_its_cases() -> None:
+def test_each_event_of_the_policy_has_cases() -> None:
     assert set(CASES) == EVENTS
 
 
-def test_the_page_shows_the_policy_as_it_is() -> None:
+def test_the_page_has_the_current_table_of_the_policy() -> None:
     page = PAGE.read_text()
     assert page == with_table(page), "run `make docs`"
     assert f"({PICTURE.relative_to(PAGE.parent)})" in page
 
 
-def test_the_picture_shows_the_policy_as_it_is() -> None:
+def test_the_picture_shows_the_current_policy() -> None:
     assert PICTURE.read_text() == states(), "run `make docs`"
 
 
-def test_the_picture_has_each_state_and_each_event_that_leads_on() -> None:
+def test_the_picture_has_each_state_and_each_event_with_a_transition() -> None:
     drawing = ElementTree.fromstring(states())
-    words = [text.text for text in drawing.iter("{http://www.w3.org/2000/svg}text")]
+    texts = [text.text for text in drawing.iter("{http://www.w3.org/2000/svg}text")]
     assert set(PLACES) == {state.value for state in AgentState}
     events = [event for led_by in arrows().values() for event in led_by]
-    assert sorted(filter(None, words)) == sorted([*PLACES, *events])
+    assert sorted(filter(None, texts)) == sorted([*PLACES, *events])
 
 
-def test_a_route_without_an_arrow_is_refused() -> None:
+def test_a_route_without_an_arrow_is_rejected() -> None:
     route = {("a", "b"): ((), (0, 0))}
     with pytest.raises(LookupError, match="routes of arrows that there are not"):
         picture("", (1, 1), places={"a": (0, 0)}, arrows={}, routes=route, ends={})
 
 
-def test_every_file_and_folder_that_the_page_names_exists() -> None:
-    named = re.findall(r"`((?:elasticlib|tests|docs|notebooks)/[\w./]*)`", PAGE.read_text())
-    assert len(named) > 10
-    assert [name for name in named if not (ROOT / name).exists()] == []
+def test_each_file_and_directory_that_the_page_names_exists() -> None:
+    names = re.findall(r"`((?:elasticlib|tests|docs|notebooks)/[\w./]*)`", PAGE.read_text())
+    assert len(names) > 10
+    assert [name for name in names if not (ROOT / name).exists()] == []
 
 
-def test_the_page_has_a_row_for_each_file_of_the_folders_that_it_lists() -> None:
+def test_the_page_has_a_row_for_each_file_of_the_packages_that_it_lists() -> None:
     sections = re.findall(
         r"\n### `(elasticlib/\w+)/`\n(.*?)(?=\n### )", PAGE.read_text(), re.DOTALL
     )
@@ -71,31 +71,31 @@ def test_the_page_has_a_row_for_each_file_of_the_folders_that_it_lists() -> None
 # The job of the first page
 
 
-def kept_story() -> survives.Story:
+def load_recorded_job() -> survives.Story:
     return survives.from_plain(json.loads(survives.KEPT.read_text()))
 
 
 def check_story(story: survives.Story) -> None:
-    """Four disturbances, and no step that is missing."""
-    words = [said for _, said in story.faults]
-    assert words == ["kill -9 worker", "node B joins", "kill -9 node B", "kill -9 worker"]
-    own = sorted((s for s in story.spans if s.rank == 0), key=lambda span: span.generation)
-    assert [span.generation for span in own] == [1, 2, 3, 4, 5]
-    assert all(b.first <= a.last + 1 for a, b in pairwise(own))
+    """Check that the job had four disturbances and lost no step."""
+    descriptions = [description for _, description in story.faults]
+    assert descriptions == ["kill -9 worker", "node B joins", "kill -9 node B", "kill -9 worker"]
+    rank_0 = sorted((s for s in story.spans if s.rank == 0), key=lambda span: span.generation)
+    assert [span.generation for span in rank_0] == [1, 2, 3, 4, 5]
+    assert all(b.first <= a.last + 1 for a, b in pairwise(rank_0))
     assert sorted({(span.node, span.rank) for span in story.spans if span.generation == 3}) == [
         *(("node A", 0), ("node A", 1), ("node B", 2))
     ]
 
 
-def test_the_picture_of_the_job_shows_what_was_kept_of_it() -> None:
-    story = kept_story()
+def test_the_picture_of_the_job_is_drawn_from_its_recorded_data() -> None:
+    story = load_recorded_job()
     check_story(story)
     assert survives.PICTURE.read_text() == survives.draw(story), "run `make picture`"
 
 
-def test_the_picture_of_the_job_stands_by_itself() -> None:
-    """It is shown where no script runs, on a light and on a dark page."""
-    text = survives.draw(kept_story())
+def test_the_picture_of_the_job_has_no_external_parts() -> None:
+    """The picture is shown on light and on dark pages, where no script runs."""
+    text = survives.draw(load_recorded_job())
     assert len(text) < 60_000
     drawing = ElementTree.fromstring(text)
     assert {part.tag.rpartition("}")[2] for part in drawing.iter()} == {
@@ -108,7 +108,7 @@ def test_the_picture_of_the_job_stands_by_itself() -> None:
 
 
 def test_the_picture_of_the_job_has_a_mark_for_each_disturbance_and_a_bar_for_each_span() -> None:
-    story = kept_story()
+    story = load_recorded_job()
     drawing = ElementTree.fromstring(survives.draw(story))
     kinds = [part.get("class", "").split()[:1] for part in drawing.iter()]
     assert kinds.count(["mark"]) == len(story.faults)

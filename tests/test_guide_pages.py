@@ -1,4 +1,4 @@
-"""The guide and the troubleshooting page: Python code runs, commands and flags are known."""
+"""The Python code of the guide and the troubleshooting page runs; their commands can be parsed."""
 
 from __future__ import annotations
 
@@ -49,18 +49,19 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """Those of a command, and theirs, each by its words."""
+def list_subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """Return all subcommands of a command, at any depth, by their words."""
     found: dict[str, argparse.ArgumentParser] = {}
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            for word, inner in action.choices.items():
-                found[word] = inner
-                found.update({f"{word} {name}": p for name, p in subcommands(inner).items()})
+            for name, inner in action.choices.items():
+                found[name] = inner
+                nested = list_subcommands(inner).items()
+                found.update({f"{name} {inner_name}": p for inner_name, p in nested})
     return found
 
 
-COMMANDS = subcommands(cli._parser())
+COMMANDS = list_subcommands(cli._parser())
 
 
 def parse_command_line(program: str, *arguments: str) -> bool:
@@ -75,15 +76,15 @@ def parse_command_line(program: str, *arguments: str) -> bool:
 
 
 FLAGS = {
-    word
+    option
     for parser in (build_parser(), *COMMANDS.values())
     for action in parser._actions
-    for word in action.option_strings
+    for option in action.option_strings
 }
 
 
 @pytest.mark.parametrize("page", PYTHON)
-def test_the_pages_python_runs(
+def test_the_python_code_of_the_page_runs(
     page: str, group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     del group
@@ -109,7 +110,7 @@ def test_the_pages_python_runs(
 
 
 @pytest.mark.parametrize(("page", "line"), LINES)
-def test_a_command_line_of_a_page_can_be_read(
+def test_a_command_line_of_a_page_can_be_parsed(
     page: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     del page
@@ -119,7 +120,7 @@ def test_a_command_line_of_a_page_can_be_read(
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_flags_and_subcommands_that_a_page_names_are_there(page: str) -> None:
+def test_flags_and_subcommands_that_a_page_names_exist(page: str) -> None:
     code = re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", FOUND[page][0], flags=re.DOTALL))
     named = {flag for text in code for flag in re.findall(r"(?:^|\s)(--[a-z-]+)", text)}
     named |= {m[1] for text in code if (m := re.match(r"elasticlib ([a-z]+)", text))}

@@ -1,4 +1,4 @@
-"""The helper of fault tests: a launcher that crashes is no exit code like another."""
+"""The job helpers of fault tests: a launcher that crashes fails the test."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from jobs import Job
 ABORTS = "import os, threading; threading.Thread(target=os.abort, name='a-thread').start()"
 
 
-def test_a_process_that_ends_by_its_own_fault_fails_the_test_with_where_that_was(
+def test_a_launcher_that_crashes_fails_the_test_with_its_stack(
     tmp_path: Path,
 ) -> None:
     with contextlib.closing(Job(tmp_path)) as job:
         node = job.start("a", sys.executable, "-c", ABORTS)
-        with pytest.raises(AssertionError, match="a ended by SIGABRT, which nobody sent") as told:
+        with pytest.raises(AssertionError, match="a crashed with SIGABRT") as failure:
             node.exit_code()
-        assert "Fatal Python error: Aborted" in str(told.value)
-        assert 'threading.py", line' in str(told.value)
+        assert "Fatal Python error: Aborted" in str(failure.value)
+        assert 'threading.py", line' in str(failure.value)
 
 
-def test_a_process_that_the_test_ends_so_has_that_exit_code(tmp_path: Path) -> None:
+def test_a_signal_that_the_test_sent_is_not_a_crash(tmp_path: Path) -> None:
     with contextlib.closing(Job(tmp_path)) as job:
         node = job.start("a", "sleep", "60")
         node.signal(signal.SIGABRT)

@@ -1,5 +1,7 @@
-"""docs/migrate_from_torch_elastic.md names every public name of the installed torch, and only names
-of elasticlib that exist; its program runs."""
+"""docs/migrate_from_torch_elastic.md: it has each public name of torch, and its program runs.
+
+The page also names only objects of elasticlib that exist.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +32,17 @@ ROOTS = ("launcher", "launcher.api", "run", "launch")
 SECTIONS = re.split(r"^## ", TEXT, flags=re.MULTILINE)[1:]
 
 
-def modules() -> list[str]:
+def list_modules() -> list[str]:
     elastic = torch.distributed.elastic
-    found = [info.name for info in pkgutil.walk_packages(elastic.__path__, f"{elastic.__name__}.")]
-    named = [elastic.__name__, *found, *(f"torch.distributed.{name}" for name in ROOTS)]
-    return [name for name in named if not name.split(".")[-1].startswith("_")]
+    submodules = [
+        info.name for info in pkgutil.walk_packages(elastic.__path__, f"{elastic.__name__}.")
+    ]
+    names = [elastic.__name__, *submodules, *(f"torch.distributed.{name}" for name in ROOTS)]
+    return [name for name in names if not name.split(".")[-1].startswith("_")]
 
 
 def public_names(module: ModuleType) -> set[str]:
-    """`__all__`, or the functions and classes that are the module's, or handed on by a package."""
+    """Return `__all__`, or the functions and classes of a module or that a package exports."""
     if hasattr(module, "__all__"):
         return set(module.__all__)
     return {
@@ -51,63 +55,64 @@ def public_names(module: ModuleType) -> set[str]:
     }
 
 
-def rows(section: str) -> list[tuple[set[str], str]]:
-    """The names in the first column of a section's table, and what the second says of them."""
-    found = []
+def read_rows(section: str) -> list[tuple[set[str], str]]:
+    """Return the names in the first column of a section's table, each with the second column."""
+    rows = []
     for line in section.splitlines():
         if line.startswith("| `"):
             left, right = line.strip("| ").split(" | ", 1)
-            found.append((set(re.findall(r"`([^`]+)`", left)), right))
-    return found
+            rows.append((set(re.findall(r"`([^`]+)`", left)), right))
+    return rows
 
 
-def ticked(text: str) -> list[str]:
+def find_code(text: str) -> list[str]:
+    """Return all texts in backquotes."""
     return re.findall(r"`([^`\n]+)`", text)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_no_public_name_of_the_installed_torch_is_missing() -> None:
-    names = modules()
+def test_the_page_has_each_public_name_of_the_installed_torch() -> None:
+    names = list_modules()
     assert len(names) > 40
     for name in names:
-        [section] = [s for s in SECTIONS if name in ticked(s.partition("\n| ")[0])] or [""]
+        [section] = [s for s in SECTIONS if name in find_code(s.partition("\n| ")[0])] or [""]
         assert section, f"no section is about {name}"
-        said = {name for left, _ in rows(section) for name in left}
-        missing = public_names(importlib.import_module(name)) - said
+        documented = {name for left, _ in read_rows(section) for name in left}
+        missing = public_names(importlib.import_module(name)) - documented
         assert not missing, f"{name}: {sorted(missing)}"
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_no_name_is_told_of_that_torch_does_not_have() -> None:
+def test_the_page_has_no_name_that_torch_does_not_have() -> None:
     for section in SECTIONS:
-        named = [name for name in ticked(section.partition("\n| ")[0]) if name in modules()]
+        named = [name for name in find_code(section.partition("\n| ")[0]) if name in list_modules()]
         known = {n for name in named for n in public_names(importlib.import_module(name))}
-        for left, _ in rows(section):
+        for left, _ in read_rows(section):
             assert not named or left <= known, left - known
 
 
-def test_every_field_of_torchs_config_is_told_of_and_no_other() -> None:
+def test_the_page_has_each_field_of_torchs_launch_config_and_no_other() -> None:
     [section] = [s for s in SECTIONS if s.startswith("LaunchConfig, field by field")]
-    said = [name for left, _ in rows(section) for name in left]
-    assert sorted(said) == sorted(field.name for field in dataclasses.fields(TorchConfig))
+    documented = [name for left, _ in read_rows(section) for name in left]
+    assert sorted(documented) == sorted(field.name for field in dataclasses.fields(TorchConfig))
 
 
 def test_a_handler_of_torch_has_the_names_of_all_methods_without_a_default() -> None:
-    theirs: frozenset[str] = TorchHandler.__abstractmethods__
-    # `get_backend` has a default here.
-    assert RendezvousHandler.__abstractmethods__ == theirs - {"get_backend"}
+    abstract: frozenset[str] = TorchHandler.__abstractmethods__
+    # elasticlib's `get_backend` has a default.
+    assert RendezvousHandler.__abstractmethods__ == abstract - {"get_backend"}
 
 
-def test_each_row_says_what_to_use() -> None:
+def test_each_row_names_a_replacement() -> None:
     for section in SECTIONS:
-        for left, right in rows(section):
+        for left, right in read_rows(section):
             if not section.startswith("LaunchConfig, field by field"):
                 assert re.search(r"`elasticlib\.|\buse\b", right), left
 
 
-def test_what_is_named_of_elasticlib_is_there() -> None:
+def test_names_of_elasticlib_on_the_page_exist() -> None:
     loggers = {"elasticlib.launch", "elasticlib.agent"}
-    named = {n.partition("(")[0] for n in ticked(TEXT) if n.startswith("elasticlib.")}
+    named = {n.partition("(")[0] for n in find_code(TEXT) if n.startswith("elasticlib.")}
     assert len(named) > 40
     for name in sorted(named - loggers):
         parts = name.split(".")
@@ -118,24 +123,24 @@ def test_what_is_named_of_elasticlib_is_there() -> None:
             value = getattr(value, part)
 
 
-def test_what_is_named_of_the_command_lines_and_the_docs_is_there() -> None:
-    flags = {name for name in ticked(TEXT) if name.startswith("--")}
+def test_flags_and_documents_on_the_page_exist() -> None:
+    flags = {name for name in find_code(TEXT) if name.startswith("--")}
     assert {"--hang-timeout", "--standalone"} <= flags
     assert flags <= set(build_parser()._option_string_actions)
-    pages = {name for name in ticked(TEXT) if name.startswith("docs/")}
+    pages = {name for name in find_code(TEXT) if name.startswith("docs/")}
     assert pages
     assert all((DOCS.parent / page).is_file() for page in pages)
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         main(["store", "--help"])
-    assert ended.value.code == 0
+    assert exit_info.value.code == 0
 
 
 @pytest.mark.faults
-def test_the_pages_program_runs(tmp_path: Path) -> None:
+def test_the_program_of_the_page_runs(tmp_path: Path) -> None:
     script = tmp_path / "launcher.py"
     script.write_text(BLOCKS[0][1])
     environment = {**os.environ, "PYTHONPATH": WITHOUT_TORCH}
-    for steps, code, said in (
+    for steps, code, output in (
         ("2", 0, "[(0, 0), (1, 2)]\n"),
         ("1", 1, "rank 1 exited with 1: ValueError: 1 steps are too few\n"),
     ):
@@ -147,4 +152,4 @@ def test_the_pages_program_runs(tmp_path: Path) -> None:
             timeout=100,
             check=False,
         )
-        assert (done.returncode, done.stdout) == (code, said), done.stderr
+        assert (done.returncode, done.stdout) == (code, output), done.stderr

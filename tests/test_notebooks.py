@@ -1,5 +1,4 @@
-"""Every notebook runs from its first cell to its last, shows a picture, and leaves nothing: no
-process, no file, and no output in the repository."""
+"""Each notebook runs completely, shows a picture, and leaves no process, no file and no output."""
 
 from __future__ import annotations
 
@@ -23,34 +22,37 @@ IDS = [path.stem for path in NOTEBOOKS]
 
 
 @pytest.fixture
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where kernels keep their history and sockets, and two folders of it for what notebooks do:
-    `here`, in which they run, and `tmp`."""
+def directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a directory for the history and sockets of kernels.
+
+    It has two subdirectories for notebooks: `here` is the current directory, `tmp` for temporary
+    files.
+    """
     for name in (*FOLDERS, "MPLCONFIGDIR"):
         monkeypatch.setenv(name, str(tmp_path / name.lower()))
     for name in ("here", "tmp"):
         (tmp_path / name).mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setenv(TAG, str(tmp_path))
-    # Where a notebook is opened, it finds the modules beside it; here it runs in another folder.
+    # A user runs a notebook in its own directory, next to its modules; here it runs in another one.
     monkeypatch.setenv("PYTHONPATH", str(FOLDER))
-    # Frozen modules upset the debugger that every kernel carries; nobody debugs here.
+    # The debugger in each kernel would warn about frozen modules.
     monkeypatch.setenv("PYDEVD_DISABLE_FILE_VALIDATION", "1")
     return tmp_path
 
 
-def processes(mark: Path) -> set[int]:
-    """All that a notebook has started, directly or not."""
+def find_notebook_processes(mark: Path) -> set[int]:
+    """Return all processes that a notebook has started, directly or indirectly."""
     return find_processes(TAG, str(mark))
 
 
-def read(path: Path) -> Any:
+def read_notebook(path: Path) -> Any:
     return nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
 
 
-def executed(path: Path, folder: Path) -> Any:
-    """The notebook with its outputs."""
-    notebook = read(path)
+def execute(path: Path, folder: Path) -> Any:
+    """Run a notebook, and return it with its outputs."""
+    notebook = read_notebook(path)
     resources = {"metadata": {"path": str(folder / "here")}}
     client = nbclient.NotebookClient(
         notebook, timeout=100, kernel_name="python3", resources=resources
@@ -64,27 +66,29 @@ def test_there_is_a_notebook() -> None:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
-def test_a_notebook_runs_shows_a_picture_and_leaves_nothing(path: Path, elsewhere: Path) -> None:
-    notebook = executed(path, elsewhere)
+def test_a_notebook_runs_and_shows_a_picture_and_leaves_no_process_or_file(
+    path: Path, directories: Path
+) -> None:
+    notebook = execute(path, directories)
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     assert any("image/png" in output.get("data", {}) for output in outputs)
     assert [output.text for output in outputs if output.get("name") == "stderr"] == []
-    wait_until("no process to be left", lambda: not processes(elsewhere), 10.0)
-    assert not os.listdir(elsewhere / "here")
-    assert not os.listdir(elsewhere / "tmp")
+    wait_until("all processes to exit", lambda: not find_notebook_processes(directories), 10.0)
+    assert not os.listdir(directories / "here")
+    assert not os.listdir(directories / "tmp")
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
-def test_a_notebook_is_kept_without_its_outputs(path: Path) -> None:
-    notebook = read(path)
+def test_a_notebook_is_stored_without_outputs(path: Path) -> None:
+    notebook = read_notebook(path)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert code
     assert not any(cell.outputs or cell.execution_count for cell in code)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
-def test_a_notebook_begins_with_a_title_and_a_sentence_and_names_no_place(path: Path) -> None:
-    cells = read(path).cells
+def test_a_notebook_starts_with_a_title_and_a_summary_and_has_no_local_paths(path: Path) -> None:
+    cells = read_notebook(path).cells
     assert re.fullmatch(r"# [^\n]+\n\n[^.\n]+\.", cells[0].source)
     for cell in cells:
         assert not re.search(r"(?<![\w.:/])(?:~/|/(?:home|root|tmp|work|usr)\b)", cell.source)

@@ -1,4 +1,4 @@
-"""docs/guide/output.md shows what the commands print now."""
+"""docs/guide/output.md shows the current output of the commands."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ BLOCKS = ("help", "failure", "events", "recovery", "status")
 PAGE = outputs.PAGE.read_text()
 
 
-def shapes(text: str) -> list[str]:
-    """Return the first words of each line, without numbers and what depends on the machine."""
+def line_shapes(text: str) -> list[str]:
+    """Return the first words of each line, without numbers, which depend on the machine."""
     lines = [re.sub(r"\S*\d\S*", "#", line) for line in text.splitlines()]
     return [" ".join(line.split()[:3]) for line in lines]
 
@@ -47,7 +47,7 @@ def test_the_picture_of_the_report_is_small_and_has_its_size() -> None:
 def test_the_commands_print_the_lines_of_the_page(tmp_path: Path) -> None:
     texts = outputs.play(tmp_path)
     for name in ("failure", "events", "status"):
-        assert shapes(texts[name]) == shapes(outputs.block_of(PAGE, name)), texts[name]
+        assert line_shapes(texts[name]) == line_shapes(outputs.block_of(PAGE, name)), texts[name]
     for text in (texts["recovery"], outputs.block_of(PAGE, "recovery")):
         assert re.search(r"^  generation 2 after a failure, .* SIGKILL", text, re.MULTILINE), text
         assert "time lost on this node: " in text

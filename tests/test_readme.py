@@ -1,4 +1,4 @@
-"""Everything in the README that can be run is run."""
+"""All commands and programs in the README run."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ pytestmark = pytest.mark.faults
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A user's folder, with the script of the first section in it."""
+    """Return a directory with the script of the first section."""
     (tmp_path / "train.py").write_text(PYTHON[0])
     return tmp_path
 
 
 def run(folder: Path, *command: str, seconds: float = 100.0) -> subprocess.CompletedProcess[str]:
-    # A user has activated the environment; a test has not.
+    # A user has activated the virtual environment, but the test process has not.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         command,
@@ -54,49 +54,49 @@ def run(folder: Path, *command: str, seconds: float = 100.0) -> subprocess.Compl
     return done
 
 
-def test_every_shell_line_is_known_to_a_test() -> None:
+def test_each_shell_line_has_a_test() -> None:
     assert len(ELASTICRUN) + len(TARGETS) == len([line for line in SHELL if line])
     assert TARGETS == ["demo", "test"]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("line", ELASTICRUN)
-def test_a_command_of_the_readme_trains_the_readmes_script(folder: Path, line: str) -> None:
+def test_a_command_of_the_readme_trains_the_script_of_the_readme(folder: Path, line: str) -> None:
     done = run(folder, *shlex.split(line))
     assert "SUCCEEDED" in done.stderr
     with CheckpointManager(folder / "checkpoints") as manager:
-        kept, state = manager.steps(), manager.load()
+        steps, state = manager.steps(), manager.load()
     world = int(re.findall(r"--nproc-per-node (\d)", line)[0])
-    assert kept == [256 // 8 // world * epoch for epoch in (1, 2, 3)]
+    assert steps == [256 // 8 // world * epoch for epoch in (1, 2, 3)]
     assert (state["sampler"]["epoch"], state["sampler"]["consumed"]) == (2, 256)
 
 
 @pytest.mark.long
-def test_the_readmes_launcher_runs_the_readmes_script_each_time_it_is_started(folder: Path) -> None:
+def test_the_launcher_of_the_readme_runs_the_script_of_the_readme_twice(folder: Path) -> None:
     (folder / "launch.py").write_text(PYTHON[1])
     for _ in range(2):
         done = run(folder, sys.executable, "launch.py")
         assert "WorkerState.SUCCEEDED" in done.stdout
         assert "writes job7/node/here-" in done.stdout
-        # It has trained, and trains from the start the next time.
+        # The checkpoints show that it has trained. Without them, it trains from the start again.
         shutil.rmtree(folder / "checkpoints")
 
 
-def test_no_block_of_code_is_left_unrun() -> None:
+def test_each_block_of_python_has_a_test() -> None:
     assert len(PYTHON) == 2
 
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_the_demo_ends_as_the_readme_says(tmp_path: Path) -> None:
+def test_the_demo_succeeds(tmp_path: Path) -> None:
     demo = (sys.executable, "-m", "elasticlib.examples.demo", "--samples", "2400")
-    said = run(tmp_path, *demo, seconds=250.0).stdout
-    assert "each sample of each epoch exactly once: yes" in said
-    assert "bitwise equal to the baseline: yes" in said
+    output = run(tmp_path, *demo, seconds=250.0).stdout
+    assert "each sample of each epoch exactly once: yes" in output
+    assert "bitwise equal to the baseline: yes" in output
 
 
 @pytest.mark.long
-# The numbers are those of a release, and the command that takes them all is tests/bench's.
+# The README has the numbers of a release; `make bench` takes all of them.
 @pytest.mark.release
 def test_a_benchmark_that_the_readme_names_runs(tmp_path: Path) -> None:
     once = ("--parts", "restart", "--rounds", "1", "--kills", "1")
@@ -105,7 +105,7 @@ def test_a_benchmark_that_the_readme_names_runs(tmp_path: Path) -> None:
     assert "torchrun" in run(tmp_path, sys.executable, str(ROOT / path), *once).stdout
 
 
-def test_every_file_that_the_readme_names_is_there() -> None:
+def test_each_file_that_the_readme_names_exists() -> None:
     named = re.findall(r"\]\(([\w/.]+)(?:#[\w-]+)?\)", TEXT)
     named += re.findall(r"`(?:python )?((?:docs|tests)/[\w/.]+)`", TEXT)
     assert len(named) > 15
@@ -113,11 +113,11 @@ def test_every_file_that_the_readme_names_is_there() -> None:
         assert (ROOT / path).exists(), path
 
 
-def test_a_stranger_decides_in_one_screen_and_a_half() -> None:
+def test_the_readme_is_short() -> None:
     assert TEXT.count("\n") <= 140
 
 
-def test_the_versions_that_the_front_page_names_are_those_that_are_installed() -> None:
+def test_the_front_page_names_the_pinned_versions() -> None:
     pins = (ROOT / "tests/integrations/constraints.txt").read_text()
     pinned = {
         name.lower().replace("_", "-"): version
@@ -133,9 +133,9 @@ def test_the_versions_that_the_front_page_names_are_those_that_are_installed() -
 
 
 @pytest.mark.parametrize("line", sorted(set(re.findall(r"`elasticlib ([a-z]+ ?[^`]*)`", TEXT))))
-def test_a_command_that_the_readme_names_can_be_read(line: str) -> None:
+def test_a_command_that_the_readme_names_can_be_parsed(line: str) -> None:
     cli._parser().parse_args(shlex.split(line.replace("HOST:PORT", "127.0.0.1:0")))
 
 
-def test_the_readme_quotes_numbers_and_no_placeholders() -> None:
+def test_the_readme_has_no_placeholders_for_numbers() -> None:
     assert not re.findall(r"\b[A-Z]+_[A-Z]+ s\b", TEXT)

@@ -16,7 +16,13 @@ import pytest
 from pages import DOCS, read_page
 from test_guide_pages import COMMANDS, FLAGS, parse_command_line
 
-from elasticlib import AgentOptions, RendezvousSettings, RendezvousTimeouts, StopTimeouts
+from elasticlib import (
+    AgentOptions,
+    CheckpointManager,
+    RendezvousSettings,
+    RendezvousTimeouts,
+    StopTimeouts,
+)
 from elasticlib.agent.hang_detector import HangLimits
 from elasticlib.launch import flags as flags_module
 from elasticlib.launch.rendezvous_options import RendezvousOptions
@@ -92,9 +98,9 @@ def test_training_script_for_gpus_trains_on_any_machine(
     for name, value in {**variables, "MASTER_PORT": "0"}.items():
         monkeypatch.setenv(name, value)
     (script,) = (code for language, code in read_page("gpu.md")[1] if language == "python")
-    names: dict[str, object] = {}
-    exec(script, names)
-    assert names["step"] == 20
+    exec(script, {})
+    with CheckpointManager(tmp_path / "checkpoints") as manager:
+        assert manager.steps() == [20]
 
 
 # Installation

@@ -1,4 +1,4 @@
-"""docs/writing_a_backend.md, followed by a third party: its files, its tests, its command line."""
+"""docs/writing_a_backend.md: its backend works, its test suite passes, and its commands run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from elasticlib.testing.waiting import wait_until
 TEXT, BLOCKS = read_page("writing_a_backend.md")
 FILES = name_blocks([code for kind, code in BLOCKS if kind != "sh"])
 MODULE, SUITE = "elasticlib_redis", "test_elasticlib_redis.py"
-TRY, COMMAND, TRIAL, ASK, ASK_WITH_PASSWORD = (
+TRY, COMMAND, TRIAL, STATUS, STATUS_WITH_PASSWORD = (
     code.strip() for kind, code in BLOCKS if kind == "sh"
 )
 
@@ -53,13 +53,13 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    """A folder with the page's module."""
+    """Return a directory with the module of the page."""
     return write_module(tmp_path / "site", MODULE, FILES[f"{MODULE}.py"])
 
 
 @pytest.fixture
 def module(site: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The page's module, imported from its folder."""
+    """Import the module of the page."""
     monkeypatch.syspath_prepend(site)
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
     return importlib.import_module(MODULE)
@@ -78,45 +78,45 @@ def connect(module: Any, server: RedisServer) -> Iterator[Connect]:
         store.close()
 
 
-def test_every_block_of_the_page_is_known_to_a_test() -> None:
+def test_each_block_of_the_page_has_a_test() -> None:
     assert set(FILES) == {f"{MODULE}.py", SUITE}
     assert len(BLOCKS) == len(FILES) + 5
 
 
-def test_the_pages_lines_to_try_it_name_what_is_there() -> None:
+def test_the_commands_that_try_the_page_name_existing_files_and_extras() -> None:
     install, server, suite, stop = map(shlex.split, TRY.splitlines())
     project = configparser.ConfigParser()
     project.read(Path(__file__).parent.parent / "setup.cfg")
     (extra,) = re.findall(r"^elasticlib\[(\w+)\]$", install[2])
     assert extra in project["options.extras_require"]
-    # The suite itself is run below, against a server of ours.
+    # Another test runs the suite, with a server of its own.
     variable, url = suite[0].split("=")
     assert [server[2], stop[2]] == [url.rpartition(":")[2]] * 2
     assert f'os.environ["{variable}"]' in FILES[SUITE]
     assert suite[1:] == ["python", "-m", "pytest", SUITE]
 
 
-def test_the_pages_lines_for_one_machine_are_those_above_at_another_place() -> None:
+def test_the_commands_for_one_machine_differ_from_those_above_only_in_the_address() -> None:
     server, launch = TRIAL.splitlines()
     assert server == TRY.splitlines()[1]
     here = f"localhost:{shlex.split(server)[2]}"
     assert launch == COMMAND.replace("cache:6379", here) + " 400"
-    words = shlex.split(ASK_WITH_PASSWORD)
-    at = words.index("--rdzv-conf")
-    assert words[:at] + words[at + 2 :] == shlex.split(ASK)
-    assert f'options.pop("{words[at + 1].partition("=")[0]}", None)' in FILES[f"{MODULE}.py"]
+    args = shlex.split(STATUS_WITH_PASSWORD)
+    at = args.index("--rdzv-conf")
+    assert args[:at] + args[at + 2 :] == shlex.split(STATUS)
+    assert f'options.pop("{args[at + 1].partition("=")[0]}", None)' in FILES[f"{MODULE}.py"]
 
 
-def test_the_page_has_each_method_that_a_store_must_have() -> None:
-    told = dict(re.findall(r"^\| `(\w+)\((.*?)\)`", TEXT, re.MULTILINE))
-    assert told.keys() == Store.__abstractmethods__
-    for name, words in told.items():
-        there = inspect.signature(getattr(Store, name)).parameters.values()
-        bare = [word.replace(annotation=word.empty) for word in there]
-        assert str(inspect.Signature(bare)) == f"(self, {words})"
+def test_the_page_implements_each_method_of_a_store() -> None:
+    documented = dict(re.findall(r"^\| `(\w+)\((.*?)\)`", TEXT, re.MULTILINE))
+    assert documented.keys() == Store.__abstractmethods__
+    for name, arguments in documented.items():
+        parameters = inspect.signature(getattr(Store, name)).parameters.values()
+        bare = [one.replace(annotation=one.empty) for one in parameters]
+        assert str(inspect.Signature(bare)) == f"(self, {arguments})"
 
 
-def test_the_page_counts_its_lines_right() -> None:
+def test_the_page_gives_the_correct_number_of_lines() -> None:
     tree = ast.parse(FILES[f"{MODULE}.py"])
     (body,) = (node for node in tree.body if isinstance(node, ast.ClassDef))
     (script,) = (
@@ -126,20 +126,20 @@ def test_the_page_counts_its_lines_right() -> None:
     )
     lines = FILES[f"{MODULE}.py"].splitlines()[body.lineno - 1 : body.end_lineno]
     counts = [len([line for line in part if line]) for part in (lines, script.splitlines())]
-    said = re.search(r"The class has (\d+) lines, and the Lua script (\d+)", TEXT)
-    assert said is not None
-    assert [int(number) for number in said.groups()] == counts
+    match = re.search(r"The class has (\d+) lines, and the Lua script (\d+)", TEXT)
+    assert match is not None
+    assert [int(number) for number in match.groups()] == counts
 
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_the_pages_suite_passes(site: Path, server: RedisServer, tmp_path: Path) -> None:
+def test_the_test_suite_of_the_page_passes(site: Path, server: RedisServer, tmp_path: Path) -> None:
     (tmp_path / SUITE).write_text(FILES[SUITE])
     environment = {**os.environ, "PYTHONPATH": extend_pythonpath(site), "REDIS_URL": server.url}
     check_suite_passes(tmp_path, SUITE, 250.0, environment)
 
 
-def test_the_pages_command_lines_run_a_job_and_ask_it(
+def test_the_commands_of_the_page_run_a_job_and_show_its_status(
     job: Job,
     site: Path,
     server: RedisServer,
@@ -147,15 +147,15 @@ def test_the_pages_command_lines_run_a_job_and_ask_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     del module
-    words = shlex.split(COMMAND)
-    assert (words[0], words[-1]) == ("elasticrun", "train.py")
-    flags = [server.endpoint if word == "cache:6379" else word for word in words[1:-1]]
-    assert flags != words[1:-1]
+    args = shlex.split(COMMAND)
+    assert (args[0], args[-1]) == ("elasticrun", "train.py")
+    flags = [server.endpoint if arg == "cache:6379" else arg for arg in args[1:-1]]
+    assert flags != args[1:-1]
     nodes = [job.start_agent(name, *flags, PYTHONPATH=extend_pythonpath(site)) for name in "ab"]
     check_consistent_world(job.wait_for_world(2))
-    program, *asked = shlex.split(ASK)
+    program, *status_args = shlex.split(STATUS)
     assert program == "elasticlib"
-    assert main([server.endpoint if word == "cache:6379" else word for word in asked]) == 0
+    assert main([server.endpoint if arg == "cache:6379" else arg for arg in status_args]) == 0
     assert "job7: RUNNING" in capsys.readouterr().out
     job.finish()
     assert [node.exit_code() for node in nodes] == [0, 0]
@@ -163,21 +163,21 @@ def test_the_pages_command_lines_run_a_job_and_ask_it(
         assert not client.exists("elasticlib:{job7}:leases")
 
 
-def test_what_the_page_does_not_know_it_refuses(module: Any, tmp_path: Path) -> None:
+def test_the_backend_of_the_page_rejects_unknown_settings(module: Any, tmp_path: Path) -> None:
     del module
     secret = tmp_path / "secret"
     secret.write_text("word\n")
-    place = {"run_id": "job", "rdzv_backend": f"{MODULE}:open_redis", "rdzv_endpoint": "h:1"}
-    good = LaunchConfig(**place, rdzv_configs={"password_file": str(secret)})
+    settings = {"run_id": "job", "rdzv_backend": f"{MODULE}:open_redis", "rdzv_endpoint": "h:1"}
+    good = LaunchConfig(**settings, rdzv_configs={"password_file": str(secret)})
     open_rendezvous(good).close()
     with pytest.raises(ConfigError, match="takes password_file, not database"):
-        open_rendezvous(LaunchConfig(**place, rdzv_configs={"database": "1"}))
+        open_rendezvous(LaunchConfig(**settings, rdzv_configs={"database": "1"}))
 
 
-# What the page says of failures, and no contract can ask for
+# Failures that the page describes and the contract suite does not cover
 
 
-def test_a_lease_outlives_a_redis_that_stood_still(connect: Connect, server: RedisServer) -> None:
+def test_a_lease_survives_a_pause_of_redis(connect: Connect, server: RedisServer) -> None:
     store = connect()
     lease = store.set("lease", b"", ttl=0.5)
     server.signal(signal.SIGSTOP)
@@ -188,13 +188,13 @@ def test_a_lease_outlives_a_redis_that_stood_still(connect: Connect, server: Red
 
 
 @pytest.mark.parametrize("jump", [-3_600_000, 3_600_000])
-def test_a_lease_is_no_matter_of_the_machines_clock(
+def test_a_lease_does_not_depend_on_the_wall_clock(
     connect: Connect, server: RedisServer, jump: int
 ) -> None:
     store = connect()
     lease = store.set("lease", b"", ttl=0.5)
     with redis.Redis.from_url(server.url) as client:
-        # As if the clock were set by an hour, since the script last looked at it.
+        # This has the effect of setting the clock by an hour after the script has last read it.
         client.hincrby("elasticlib:{job}:meta", "real", jump)
     assert store.get("lease") == lease
     store.refresh("lease", lease.version)
@@ -202,34 +202,34 @@ def test_a_lease_is_no_matter_of_the_machines_clock(
     assert store.get("lease") is None
 
 
-def test_a_write_without_an_answer_is_an_error_and_is_not_tried_again(
+def test_a_write_without_an_answer_fails_and_is_not_repeated(
     connect: Connect, server: RedisServer
 ) -> None:
     store, other = connect(timeout=0.3), connect()
     before = other.set("key", b"old").version
 
-    def answered() -> bool:
-        with contextlib.suppress(StoreTimeoutError):  # on a busy machine
+    def is_connected() -> bool:
+        with contextlib.suppress(StoreTimeoutError):  # the timeout is short for a busy machine
             return store.get("key") is not None
         return False
 
-    def connections() -> int:
+    def count_connections() -> int:
         return int(client.info("stats")["total_connections_received"])
 
-    wait_until("a connection", answered)
+    wait_until("a connection", is_connected)
     with redis.Redis.from_url(server.url) as client:
-        came = connections()
+        num_connections = count_connections()
         server.signal(signal.SIGSTOP)
         with pytest.raises(StoreTimeoutError, match=r"set 'key' in Redis, timeout=0\.3 s"):
             store.compare_set("key", b"new", expected=before)
         server.signal(signal.SIGCONT)
         assert other.wait("key", after=before, timeout=10.0)
         assert other.list("").version == before + 1
-        # A second try would have been over a connection of its own.
-        assert connections() == came
+        # A second attempt would have opened another connection.
+        assert count_connections() == num_connections
 
 
-def test_a_redis_that_is_gone_is_said_to_be(connect: Connect, server: RedisServer) -> None:
+def test_a_lost_redis_raises_a_connection_error(connect: Connect, server: RedisServer) -> None:
     store = connect()
     store.set("key", b"")
     server.kill()
@@ -237,7 +237,9 @@ def test_a_redis_that_is_gone_is_said_to_be(connect: Connect, server: RedisServe
         store.get("key")
 
 
-def test_a_waiter_hears_of_a_redis_that_was_emptied(connect: Connect, server: RedisServer) -> None:
+def test_a_waiting_client_detects_that_redis_was_emptied(
+    connect: Connect, server: RedisServer
+) -> None:
     store = connect()
     version = [store.set("key", b"%d" % number).version for number in range(5)][-1]
     with redis.Redis.from_url(server.url) as client:

@@ -1,4 +1,4 @@
-"""docs/writing_an_agent.md, followed by a third party: its agent, its launcher, its tests."""
+"""docs/writing_an_agent.md: its workers and its launchers work, and its test suite passes."""
 
 from __future__ import annotations
 
@@ -30,22 +30,23 @@ MODULE, LAUNCHER, SUITE = "elasticlib_remote", "launch_remote.py", "test_elastic
 OBSERVED = "launch_observed.py"
 TIMEOUT_S = 20.0
 
-# Another host, as far as one machine can be one: what runs there gets nothing of this side's
-# environment, and a shell reads the command line.
+# This `ssh` simulates another host: the command gets none of the environment variables of this
+# side, and a shell parses the command line.
 SSH = """#!/bin/sh
 for command; do :; done
 exec env -i PATH='{python}:/usr/bin:/bin' PYTHONPATH='{path}' sh -c "exec $command"
 """
 SCRIPT = """
 import os, sys
-print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "away:", "HOME" not in os.environ)
+rank, world_size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+print("rank", rank, "of", world_size, "remote:", "HOME" not in os.environ)
 """
 STEPS = """
 from elasticlib import context
 for step in range(1, 4):
     context().step(step)
 """
-LONE = """
+AGENT = """
 import sys
 from pathlib import Path
 from elasticlib.testing import AgentRequest
@@ -70,7 +71,7 @@ AgentJob(make, ExistingPipes(), 20.0, 1.0).node(scenario).agent.run()
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that holds the page's files, on the path of both sides, and an `ssh`."""
+    """Return a directory with an `ssh` and the files of the page, on the path of both sides."""
     site = tmp_path / "site"
     site.mkdir()
     for name, code in FILES.items():
@@ -108,18 +109,18 @@ def job(module: Any, harness: WorkerHarness) -> Iterator[AgentJob]:
         yield job
 
 
-def test_every_block_of_the_page_is_known_to_a_test() -> None:
+def test_each_block_of_the_page_has_a_test() -> None:
     assert set(FILES) == {f"{MODULE}.py", LAUNCHER, OBSERVED, SUITE}
     assert len(BLOCKS) == len(FILES)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(200)
-def test_the_pages_suite_passes(site: Path) -> None:
+def test_the_test_suite_of_the_page_passes(site: Path) -> None:
     check_suite_passes(site, SUITE, 150.0)
 
 
-def test_the_pages_launcher_runs_a_script_elsewhere(site: Path) -> None:
+def test_the_launcher_of_the_page_runs_a_script_on_the_other_host(site: Path) -> None:
     (site / "train.py").write_text(SCRIPT)
     done = subprocess.run(
         [sys.executable, LAUNCHER],
@@ -131,19 +132,19 @@ def test_the_pages_launcher_runs_a_script_elsewhere(site: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("WorkerState.SUCCEEDED")
-    said = sorted(line for line in done.stderr.splitlines() if "away" in line)
-    assert [line[line.index("rank") :] for line in said] == [
-        f"rank {rank} of 2 away: True" for rank in range(2)
+    lines = sorted(line for line in done.stderr.splitlines() if "remote:" in line)
+    assert [line[line.index("rank") :] for line in lines] == [
+        f"rank {rank} of 2 remote: True" for rank in range(2)
     ]
 
 
-def test_the_pages_observable_launcher_has_a_status_and_a_report(site: Path) -> None:
+def test_the_observable_launcher_of_the_page_has_a_status_and_a_report(site: Path) -> None:
     (site / "train.py").write_text(STEPS)
     out = subprocess.check_output([sys.executable, OBSERVED], cwd=site, text=True, timeout=110)
     assert out.splitlines()[-1].startswith("WorkerState.SUCCEEDED")
     history = read_history(site / "events.jsonl")
     assert (history.run, history.state) == ("job7", JobState.SUCCEEDED)
-    assert [pace.step for pace in history.progress][-1] == 3
+    assert history.progress[-1].step == 3
     (node,) = read_job(FileStore(str(site / "meeting")), "job7").reports.values()
     assert node.status.host == "here"
 
@@ -151,9 +152,9 @@ def test_the_pages_observable_launcher_has_a_status_and_a_report(site: Path) -> 
 def test_a_killed_agent_leaves_no_worker_on_the_other_host(
     site: Path, harness: WorkerHarness
 ) -> None:
-    (site / "lone.py").write_text(LONE)
+    (site / "agent.py").write_text(AGENT)
     pipe_dir = site.parent / "pipes"
-    with subprocess.Popen([sys.executable, str(site / "lone.py"), str(pipe_dir)]) as agent:
+    with subprocess.Popen([sys.executable, str(site / "agent.py"), str(pipe_dir)]) as agent:
         try:
             harness.wait_until_started(1, 2)
         finally:

@@ -1,5 +1,8 @@
-"""Runs a command beside processes that keep the machine busy: a bound in time that falls there is
-no bound. `python tests/under_load.py 3 make test` does so beside three, and ends as that does."""
+"""Run a command while other processes keep the machine busy.
+
+Usage: `python tests/under_load.py 3 make test` runs `make test` with three busy processes, and
+exits with its exit code. A test that fails then has a time limit that is too short.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,14 @@ import sys
 
 def main(count: str, *command: str) -> int:
     busy = (sys.executable, "-c", "while True: pass")
-    others = [subprocess.Popen(busy) for _ in range(int(count))]
+    load = [subprocess.Popen(busy) for _ in range(int(count))]
     try:
         return subprocess.run(command, check=False).returncode
     finally:
-        for other in others:
-            other.kill()
-        for other in others:
-            other.wait()
+        for process in load:
+            process.kill()
+        for process in load:
+            process.wait()
 
 
 if __name__ == "__main__":

@@ -70,10 +70,13 @@ class WorkerContext:
     def should_stop(self) -> StopRequest | None:
         """Return the request to save and exit now, or None to continue.
 
-        Call this method between two steps, on every rank. All ranks get the same answer at the same
-        call, and after a stop request the answer stays the same. The call returns at once, unless
-        an agent wants a stop: then it blocks until all agents have agreed on the step, which takes
-        a few milliseconds.
+        Call this method between two steps, on every rank. All ranks must call it equally often,
+        because the agents agree on the number of the call at which all ranks stop. A rank that
+        calls it more often stops at an earlier step, and the next collective of the others fails.
+
+        All ranks get the same answer at the same call, and after a stop request the answer stays
+        the same. The call returns at once, unless an agent wants a stop: then it blocks until all
+        agents have agreed on the call, which takes a few milliseconds.
 
         Returns:
             The reason and the deadline of the stop, or None.

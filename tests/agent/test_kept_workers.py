@@ -14,7 +14,7 @@ from jobs import PROGRAMS, WITHOUT_TORCH, Job, Node, check_consistent_world, gen
 
 from elasticlib.testing.waiting import wait_until
 
-KEPT = str(PROGRAMS / "kept_worker.py")
+KEPT = str(PROGRAMS / "regroup_worker.py")
 TOGETHER = ("--rdzv-backend=tcp", "--rdzv-id=job", "--nnodes=1:3")
 LEASE = ("--rdzv-conf", "keep_alive_interval=0.3,keep_alive_max_attempt=3,last_call_timeout=0.2")
 Report = dict[str, Any]
@@ -53,7 +53,7 @@ def wait_for_first_steps(job: Job, world_size: int) -> list[Report]:
 
 def newcomer(job: Job) -> int:
     """Return the pid of the first replacement worker."""
-    found = wait_until("a newcomer", lambda: sorted(job.folder.glob("newcomer.*")))
+    found = wait_until("a newcomer", lambda: sorted(job.folder.glob("standby.*")))
     return int(found[0].suffix[1:])
 
 

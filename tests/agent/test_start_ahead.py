@@ -21,7 +21,7 @@ def newcomers(job: Job, count: int = 2) -> set[int]:
     """Wait until `count` standby workers have started, and return their pids."""
 
     def look() -> set[int]:
-        found = {int(path.suffix[1:]) for path in job.folder.glob("newcomer.*")}
+        found = {int(path.suffix[1:]) for path in job.folder.glob("standby.*")}
         return found if len(found) >= count else set()
 
     return wait_until(f"{count} newcomers", look)

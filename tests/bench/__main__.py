@@ -1,9 +1,10 @@
-"""Run all benchmarks in turn, and write docs/benchmarks.md.
+"""Run the benchmarks one after the other, and write docs/benchmarks.md.
 
-    python tests/bench [--only NAME,NAME] [--quick] [--into FOLDER] [--quote]
+    python tests/bench [--only NAME,NAME] [--quick] [--into DIR] [--quote] [--redraw]
 
-Sections that are not run stay as they are. One that fails is told in the page, and makes the exit
-code 1. `--quote` puts the page's first table into README.md too, if nothing has failed.
+Sections that are not run keep their last results. A section that fails is reported in the page, and
+makes the exit code 1. `--quote` also writes the summary table into README.md, unless a section has
+failed. `--redraw` runs nothing and writes the page from the stored results.
 """
 
 from __future__ import annotations
@@ -16,73 +17,90 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmark_process import run_benchmark
 from page import (
     ALL,
     Benchmark,
     Section,
     page,
-    quoted,
-    record_from_plain,
-    record_to_plain,
+    record_from_json,
+    record_to_json,
+    summary_table,
     with_table,
 )
-from runs import run
 
 ROOT = Path(__file__).parent.parent.parent
 
 
 def measure(
     benchmarks: list[Benchmark],
-    folder: Path | None,
-    once: Callable[[Benchmark], Section],
+    directory: Path | None,
+    run: Callable[[Benchmark], Section],
 ) -> dict[str, Section]:
-    """All sections that there are now. Each is written at once, so that no later one can lose
-    it."""
-    kept = None if folder is None else folder / "benchmarks.json"
+    """Run the benchmarks and return the record, which also contains the stored sections.
+
+    The record and the page are written after each section, so that a later one cannot lose it.
+    """
+    file = None if directory is None else directory / "benchmarks.json"
     record: dict[str, Section] = {}
-    if kept is not None and kept.exists():
-        record = record_from_plain(json.loads(kept.read_text()))
+    if file is not None and file.exists():
+        record = record_from_json(json.loads(file.read_text()))
     for benchmark in benchmarks:
-        lacking = [name for name in benchmark.needs if importlib.util.find_spec(name) is None]
-        if lacking:
-            needs = f"{', '.join(lacking)}: `make {benchmark.make}` runs it where they are"
-            print(f"{benchmark.name}: not run, as it needs {needs}\n", flush=True)
+        missing = [name for name in benchmark.needs if importlib.util.find_spec(name) is None]
+        if missing:
+            needs = f"{', '.join(missing)}, which `make {benchmark.make_target}` installs"
+            print(f"{benchmark.name}: not run, because it needs {needs}\n", flush=True)
             continue
-        print(f"{benchmark.name} (at most {benchmark.limit:g} s)", flush=True)
-        section = record[benchmark.name] = once(benchmark)
-        print(f"{section.error or 'done'} after {section.seconds:.0f} s\n", flush=True)
-        if kept is not None:
-            kept.write_text(json.dumps(record_to_plain(record), indent=1) + "\n")
-            kept.with_suffix(".md").write_text(page(record))
+        print(f"{benchmark.name} (at most {benchmark.timeout_s:g} s)", flush=True)
+        section = record[benchmark.name] = run(benchmark)
+        print(f"{section.error or 'done'} after {section.duration_s:.0f} s\n", flush=True)
+        write_page(record, file)
     return record
 
 
-def main() -> int:
+def write_page(record: dict[str, Section], file: Path | None) -> None:
+    """Write the record and the page into the same directory."""
+    if file is not None:
+        file.write_text(json.dumps(record_to_json(record), indent=1) + "\n")
+        file.with_suffix(".md").write_text(page(record))
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", metavar="NAMES", help="of benchmarks, with commas")
-    parser.add_argument("--quick", action="store_true", help="in sizes that only show that it runs")
-    parser.add_argument("--into", type=Path, help="the folder of the page (default: docs)")
-    parser.add_argument("--quote", action="store_true", help="into README.md as well")
-    given = parser.parse_args()
+    parser.add_argument("--only", metavar="NAMES", help="comma-separated benchmarks (default: all)")
+    parser.add_argument("--quick", action="store_true", help="use sizes that show that it runs")
+    parser.add_argument("--into", type=Path, help="directory of the page (default: docs)")
+    parser.add_argument("--quote", action="store_true", help="also write the table of README.md")
+    parser.add_argument("--redraw", action="store_true", help="write the page from stored results")
+    options = parser.parse_args()
     names = [benchmark.name for benchmark in ALL]
-    wanted = given.only.split(",") if given.only else names
-    if unknown := set(wanted) - set(names):
+    options.names = options.only.split(",") if options.only else names
+    if unknown := set(options.names) - set(names):
         parser.error(f"no benchmark {', '.join(sorted(unknown))}: there are {', '.join(names)}")
-    # Numbers of quick sizes go into the docs only if somebody says so.
-    folder = given.into or (None if given.quick else ROOT / "docs")
-    # So that what it runs is ended, as with SIGINT.
+    return options
+
+
+def main() -> int:
+    """Run the benchmarks that the command line names; return the exit code."""
+    options = parse_arguments()
+    # The numbers of quick sizes are written into docs/ only if the command line names it.
+    directory = options.into or (None if options.quick else ROOT / "docs")
+    # SIGTERM ends a benchmark like SIGINT, so that the processes that it has started end.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-    chosen = [benchmark for benchmark in ALL if benchmark.name in wanted]
-    record = measure(chosen, folder, lambda benchmark: run(benchmark, given.quick))
-    good = not any(record[name].error for name in wanted if name in record)
-    if folder is None:
+    if directory is not None:
+        directory.mkdir(parents=True, exist_ok=True)
+    chosen = [one for one in ALL if one.name in options.names and not options.redraw]
+    record = measure(chosen, directory, lambda benchmark: run_benchmark(benchmark, options.quick))
+    has_failed = any(record[name].error for name in options.names if name in record)
+    if directory is None:
         print(page(record))
-    elif given.quote and good:
+    elif options.redraw:
+        write_page(record, directory / "benchmarks.json")
+    if directory is not None and options.quote and not has_failed:
         readme = ROOT / "README.md"
-        readme.write_text(with_table(readme.read_text(), quoted(record)))
-    return int(not good)
+        readme.write_text(with_table(readme.read_text(), summary_table(record)))
+    return int(has_failed)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,22 @@
-"""What the stream of events costs: at rest, for each event, and when the disk takes nothing.
+"""Event log: time to record an event, time with a blocked or full disk, and CPU while idle.
 
-    python tests/bench/events.py [--parts tell,held,rest] [--repeat 5] [--tells 20000]
-        [--rest 20] [--rests 3]
+    python tests/bench/events.py [--parts record,blocked,idle] [--repeat 5] [--records 20000]
+        [--idle-seconds 20] [--idle-samples 3]
 
-- tell: the time of one `tell` in the thread that calls it, of a thousand in a row, and the CPU of
-  an event until it stands in the file, all threads together. Beside it `record` of torch's own
-  events to its `null` handler, which writes nothing.
-- held: the longest of so many `tell`s in a row, on a disk that works, a file that never answers (a
-  FIFO that nobody reads) and a full device. More are told than may wait, so the last
-  of them are lost, and counted. It is for so long that an agent's loop is held at most; longer than
-  some microseconds means that another thread had its turn at the interpreter.
-- rest: a job with two workers that tell a step and its loss ten times a second and otherwise sleep,
-  with and without events, side by side. Its agent's CPU, and of it that of the thread
-  that writes events, as the kernel counts it.
+An agent writes its events into a file from a thread of its own, so that a disk does not block its
+event loop. The parts are:
+
+- `record`: the time of one call of `record` in the calling thread, as the mean of 1,000 calls, and
+  the CPU time of all threads per event, until the event is in the file. For comparison: `record` of
+  torch's events with the `null` handler, which writes nothing.
+- `blocked`: the longest of 20,000 calls in a row, on a disk that works, with a file that blocks
+  forever (a FIFO without a reader), and with a full device. This is the longest time that `record`
+  blocks the event loop of an agent. The calls are more than the queue holds, so the last events are
+  dropped and counted. More than a few microseconds mean that another thread held the interpreter
+  lock.
+- `idle`: two jobs run at the same time, one with events and one without. Their two workers report a
+  step and its loss ten times per second, and sleep otherwise. The rows show the CPU of the agent,
+  and of the thread that writes events.
 """
 
 from __future__ import annotations
@@ -29,171 +33,185 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import attrs
-from figures import Row, Samples, run
+from results import Row, Samples, run_command_line
 
 from elasticlib.observe.journal import EVENTS_FILE, NodeJournal
 from elasticlib.testing.waiting import wait_until
 
-ROUND = 1000
+CALLS = 1000  # in one sample of the part `record`
 WORKERS = 2
-BOUND = 60.0
-THREADS = ("journal",)
+TIMEOUT_S = 60.0
+THREADS = ("journal",)  # the names of the threads that write events
 WORKER = """
 import os, sys, time
 from pathlib import Path
 from elasticlib import context
-folder, step = Path(sys.argv[1]), 0
-while not (folder / "finish").exists():
+directory, step = Path(sys.argv[1]), 0
+while not (directory / "finish").exists():
     context().step(step, loss=1 / (step + 1))
-    (folder / f"stepped-{os.environ['RANK']}").touch()
+    (directory / f"stepped-{os.environ['RANK']}").touch()
     step += 1
     time.sleep(0.1)
 """
 
 
-def one_tell(journal: NodeJournal) -> float:
-    began = time.perf_counter()
+def time_record(journal: NodeJournal) -> float:
+    """Return the seconds that one call of `record` takes."""
+    started_at = time.perf_counter()
     journal.record("worker.started", generation=1, rank=0, local_rank=0, name="pid 12345")
-    return time.perf_counter() - began
+    return time.perf_counter() - started_at
 
 
-def telling(repeat: int) -> Iterator[Row]:
+def measure_record(repeat: int) -> Iterator[Row]:
+    """Yield the time of a call, and the CPU time of an event."""
     from torch.distributed.elastic.events import Event, EventSource, record
 
-    mine, theirs, used = [], [], []
+    elastic, torch, cpu = [], [], []
     facts: dict[str, str | int | float | bool | None] = {"local_rank": 0, "name": "pid 12345"}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / EVENTS_FILE
         for _ in range(repeat):
-            cpu = time.process_time()
-            with contextlib.closing(
-                NodeJournal("job", "node", Path(folder) / EVENTS_FILE)
-            ) as journal:
-                mine.append(sum(one_tell(journal) for _ in range(ROUND)) / ROUND)
-            used.append((time.process_time() - cpu) / ROUND)
-            began = time.perf_counter()
-            for _ in range(ROUND):
+            cpu_before = time.process_time()
+            with contextlib.closing(NodeJournal("job", "node", file)) as journal:
+                elastic.append(sum(time_record(journal) for _ in range(CALLS)) / CALLS)
+            cpu.append((time.process_time() - cpu_before) / CALLS)
+            started_at = time.perf_counter()
+            for _ in range(CALLS):
                 record(Event("worker.started", EventSource.AGENT, int(time.time()), facts))
-            theirs.append((time.perf_counter() - began) / ROUND)
-        kept = (Path(folder) / EVENTS_FILE).read_bytes().count(b"\n")
-    assert kept == ROUND * repeat, f"{kept} events are in the file"
-    both = (Samples("s", mine), Samples("s", theirs))
-    yield Row("tell", "one `tell`", *both, "torch's `record`, which writes nothing")
-    yield Row("written", "CPU of an event, until it is in the file", Samples("s", used))
+            torch.append((time.perf_counter() - started_at) / CALLS)
+        written = file.read_bytes().count(b"\n")
+    assert written == CALLS * repeat, f"{written} events are in the file"
+    samples = (Samples("s", elastic), Samples("s", torch))
+    yield Row("record", "one call of `record`", *samples, "torch's `record`, which writes nothing")
+    yield Row("written", "CPU of an event until it is in the file", Samples("s", cpu))
 
 
-def longest(path: Path, repeat: int, tells: int) -> list[float]:
-    """Of each round, the longest of so many tells to this file."""
-    found = []
+def longest_records(path: Path, repeat: int, records: int) -> list[float]:
+    """Return the seconds of the longest of many calls in a row, once for each repetition."""
+    longest = []
     for _ in range(repeat):
         journal = NodeJournal("job", "node", path)
-        found.append(max(one_tell(journal) for _ in range(tells)))
-        # Whoever waits at a FIFO is let go by a reader, and what it writes then is dropped.
+        longest.append(max(time_record(journal) for _ in range(records)))
+        # A reader unblocks the thread that waits for the FIFO. What it then writes is dropped.
         reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK) if path.is_fifo() else None
         journal.close()
         if reader is not None:
             os.close(reader)
-    return found
+    return longest
 
 
-def held(repeat: int, tells: int) -> Iterator[Row]:
-    what = f"longest of {tells:,} `tell`s"
+def measure_blocked(repeat: int, records: int) -> Iterator[Row]:
+    """Yield the longest call for each condition of the disk."""
+    text = f"longest of {records:,} calls of `record`"
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        fifo = folder / "fifo"
+        directory = Path(name)
+        fifo = directory / "fifo"
         os.mkfifo(fifo)
-        for key, path, where in (
-            ("works", folder / EVENTS_FILE, "the disk works"),
-            ("hangs", fifo, "the file never answers"),
+        for key, path, condition in (
+            ("works", directory / EVENTS_FILE, "the disk works"),
+            ("hangs", fifo, "the file blocks forever"),
             ("full", Path("/dev/full"), "the device is full"),
         ):
-            taken = longest(path, repeat, tells)
-            yield Row(f"held.{key}", f"{what}: {where}", Samples("s", taken))
+            values = longest_records(path, repeat, records)
+            yield Row(f"longest.{key}", f"{text}: {condition}", Samples("s", values))
 
 
-def run_agent(folder: Path, events: bool, rest: float, rests: int, told: Connection) -> None:
-    """An agent in this process; tells the CPU of each window of rest, of all its threads and of
-    those of the stream."""
-    tempfile.tempdir = os.environ["TMPDIR"] = str(folder / "tmp")
+def run_agent(
+    directory: Path, events: bool, duration_s: float, count: int, connection: Connection
+) -> None:
+    """Run an agent in this process, and send the CPU shares of its idle periods."""
+    tempfile.tempdir = os.environ["TMPDIR"] = str(directory / "tmp")
     Path(tempfile.tempdir).mkdir(parents=True)
     from elasticlib.launch.arguments import parse
     from elasticlib.launch.elastic_launch import run_node
 
-    script = folder / "worker.py"
+    script = directory / "worker.py"
     script.write_text(WORKER)
     flags = ["--standalone", f"--nproc-per-node={WORKERS}", "--start-method=spawn"]
-    flags += ["--log-dir", str(folder / "logs")] * events
-    config, entrypoint = parse([*flags, str(script), str(folder)])
+    flags += ["--log-dir", str(directory / "logs")] * events
+    config, entrypoint = parse([*flags, str(script), str(directory)])
     config = attrs.evolve(config, events=events)
 
     def watch() -> None:
-        told.send(shares_of_rest(folder, rest, rests))
-        (folder / "finish").touch()
+        connection.send(idle_cpu_shares(directory, duration_s, count))
+        (directory / "finish").touch()
 
     watcher = threading.Thread(target=watch, daemon=True)
     result = run_node(config, entrypoint, on_start=lambda _: watcher.start())
     assert result.exit_code == 0, result.reason
-    # In the logs and, as a link, in the record of the run.
-    assert len([*folder.rglob(EVENTS_FILE)]) == 2 * events
+    # The file is in the log directory, and the record of the run has a link to it.
+    assert len([*directory.rglob(EVENTS_FILE)]) == 2 * events
 
 
-def shares_of_rest(folder: Path, rest: float, rests: int) -> list[list[float]]:
+def idle_cpu_shares(directory: Path, duration_s: float, count: int) -> list[list[float]]:
+    """Return for each period the CPU share of this process, and that of its event threads."""
     wait_until(
-        f"{WORKERS} workers to step", lambda: len([*folder.glob("stepped-*")]) == WORKERS, BOUND
+        f"{WORKERS} workers to step",
+        lambda: len([*directory.glob("stepped-*")]) == WORKERS,
+        TIMEOUT_S,
     )
-    stream = [thread for thread in threading.enumerate() if thread.name in THREADS]
-    clocks = [time.pthread_getcpuclockid(thread.ident or 0) for thread in stream]
-    # What a start leaves to do is over soon.
-    time.sleep(3.0)
+    threads = [thread for thread in threading.enumerate() if thread.name in THREADS]
+    clocks = [time.pthread_getcpuclockid(thread.ident or 0) for thread in threads]
+    time.sleep(3.0)  # by then the agent has finished the work of the start
 
-    def now() -> tuple[float, float]:
+    def cpu_times() -> tuple[float, float]:
         return time.process_time(), sum(map(time.clock_gettime, clocks))
 
-    found = []
-    for _ in range(rests):
-        before = now()
-        time.sleep(rest)
-        found.append([(b - a) / rest for a, b in zip(before, now(), strict=True)])
-    return found
+    shares = []
+    for _ in range(count):
+        before = cpu_times()
+        time.sleep(duration_s)
+        shares.append([(b - a) / duration_s for a, b in zip(before, cpu_times(), strict=True)])
+    return shares
 
 
-def resting(rest: float, rests: int) -> Iterator[Row]:
-    spawn, found = multiprocessing.get_context("spawn"), {}
+def measure_idle(duration_s: float, count: int) -> Iterator[Row]:
+    """Yield the CPU shares of an idle agent with events, compared with one without."""
+    spawn, shares = multiprocessing.get_context("spawn"), {}
     with tempfile.TemporaryDirectory() as name:
         agents = []
         for events in (True, False):
-            ours, theirs = spawn.Pipe()
-            given = (Path(name) / str(events), events, rest, rests, theirs)
-            agents.append((events, ours, spawn.Process(target=run_agent, args=given)))
+            connection, remote = spawn.Pipe()
+            args = (Path(name) / str(events), events, duration_s, count, remote)
+            agents.append((events, connection, spawn.Process(target=run_agent, args=args)))
             agents[-1][2].start()
-            theirs.close()
-        for events, told, agent in agents:
-            found[events] = told.recv()
-            agent.join(BOUND)
+            remote.close()
+        for events, connection, agent in agents:
+            shares[events] = connection.recv()
+            agent.join(TIMEOUT_S)
             assert agent.exitcode == 0
     unit = "of a core"
-    with_, without = (Samples(unit, [whole for whole, _ in found[e]]) for e in (True, False))
-    stream = Samples(unit, [of for _, of in found[True]])
-    yield Row("stream", "the thread that writes events, at rest, steps told", stream)
-    yield Row("agent", "an agent at rest, steps told", with_, without, "without events")
+    sides = (Samples(unit, [agent for agent, _ in shares[events]]) for events in (True, False))
+    threads = Samples(unit, [thread for _, thread in shares[True]])
+    yield Row("stream", "the thread that writes events, idle", threads)
+    yield Row("agent", "an idle agent with events", *sides, "without events")
 
 
 def measure(
     *,
-    parts: str = "tell,held,rest",
+    parts: str = "record,blocked,idle",
     repeat: int = 5,
-    tells: int = 20_000,
-    rest: float = 20.0,
-    rests: int = 3,
+    records: int = 20_000,
+    idle_seconds: float = 20.0,
+    idle_samples: int = 3,
 ) -> Iterator[Row]:
-    """repeat: rounds of tells; rests: samples of rest, of so many seconds each."""
-    ways = {
-        "tell": partial(telling, repeat),
-        "held": partial(held, repeat, tells),
-        "rest": partial(resting, rest, rests),
+    """Measure the parts, and yield their rows.
+
+    Args:
+        parts: The parts to measure, separated by commas.
+        repeat: The number of samples of the parts `record` and `blocked`.
+        records: The number of calls of which the part `blocked` measures the longest.
+        idle_seconds: The duration of one sample of the part `idle`.
+        idle_samples: The number of samples of the part `idle`.
+    """
+    functions = {
+        "record": partial(measure_record, repeat),
+        "blocked": partial(measure_blocked, repeat, records),
+        "idle": partial(measure_idle, idle_seconds, idle_samples),
     }
     for part in parts.split(","):
-        yield from ways[part]()
+        yield from functions[part]()
 
 
 if __name__ == "__main__":
-    run(measure, __doc__)
+    run_command_line(measure, __doc__)

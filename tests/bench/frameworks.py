@@ -1,13 +1,16 @@
-"""From the kill of a worker to the next step, under Lightning, transformers and accelerate.
+"""Recovery under Lightning, transformers and accelerate: time from a kill to the next step.
 
     python tests/bench/frameworks.py [--frameworks lightning,transformers,accelerate]
         [--repeat 3]
 
-The examples of docs/frameworks.md, two workers; the one of rank 1 is killed with SIGKILL in the
-midst of an epoch, and the time is taken until a rank begins its first step after that. There are
-three ways to start workers: forked from a process that has imported the framework (`--preload`),
-forked from one that has imported torch, and each in a new interpreter (`--start-method spawn`),
-which is beside them, as torchrun has no other. They take turns.
+Each framework runs its example of docs/frameworks.md with two workers. The worker of rank 1 is
+killed with SIGKILL in the middle of an epoch. The time ends when a rank starts its first step after
+that. elasticrun starts workers in three ways, which take turns:
+
+- `--preload`: workers are forked from a process that has imported the framework.
+- without `--preload`: workers are forked from a process that has imported torch.
+- `--start-method spawn`: each worker is a new interpreter, as under torchrun. The other two are
+  compared with this one.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-from figures import Row, Samples, run
+from results import Row, Samples, run_command_line
 
 TESTS = Path(__file__).parent.parent
 sys.path += [str(TESTS), str(TESTS / "integrations")]
@@ -30,53 +33,59 @@ from jobs import Job  # noqa: E402
 
 from elasticlib.testing.waiting import wait_until  # noqa: E402
 
-KILLED_AT = 12
-"""A step in the midst of the second epoch."""
+KILL_STEP = 12  # in the middle of the second epoch
 SPAWN = "--start-method spawn"
-WARM = {"preload": "`--preload`", "torch": "without `--preload`"}
+FORK_METHODS = {"preload": "`--preload`", "torch": "without `--preload`"}
 
 
-def flags_of(name: str, way: str) -> tuple[str, ...]:
-    if way == "preload":
+def start_flags(name: str, method: str) -> tuple[str, ...]:
+    """Return the options of elasticrun for one way to start workers."""
+    if method == "preload":
         return ("--preload", PRELOAD[name])
-    return tuple(SPAWN.split()) if way == SPAWN else ()
+    return tuple(SPAWN.split()) if method == SPAWN else ()
 
 
-def once(name: str, way: str) -> float:
-    """Seconds from the kill to the next generation's first step."""
-    with tempfile.TemporaryDirectory() as folder:
-        job = Job(Path(folder))
+def time_recovery(name: str, method: str) -> float:
+    """Return the seconds from the kill to the first step of the next generation."""
+    with tempfile.TemporaryDirectory() as directory:
+        job = Job(Path(directory))
         try:
-            running = FrameworkJob(job, name)
-            running.start_flags = flags_of(name, way)
-            node = running.alone("node", "--max-restarts", "1", kills=str(KILLED_AT))
+            training = FrameworkJob(job, name)
+            training.start_flags = start_flags(name, method)
+            node = training.alone("node", "--max-restarts", "1", kills=str(KILL_STEP))
 
-            def trains_again() -> float:
-                lines = running.lines()
+            def first_step_at() -> float:
+                lines = training.lines()
                 if any(line["generation"] == 2 and "step" in line for line in lines):
                     return time.monotonic()
                 assert node.process.poll() is None, node.text
                 return 0.0
 
-            again = wait_until(f"{name} to train again", trains_again, 120.0)
+            resumed_at = wait_until(f"{name} to train again", first_step_at, 120.0)
             assert node.exit_code() == 0, node.text
-            return again - float(Path(f"{running.hold}.killed").read_text())
+            return resumed_at - float(Path(f"{training.hold}.killed").read_text())
         finally:
             job.close()
 
 
 def measure(*, frameworks: str = ",".join(PRELOAD), repeat: int = 3) -> Iterator[Row | str]:
+    """Measure the frameworks, and yield their rows and versions.
+
+    Args:
+        frameworks: The frameworks to measure, separated by commas.
+        repeat: The number of samples.
+    """
     for name in frameworks.split(","):
-        taken: dict[str, list[float]] = defaultdict(list)
+        values: dict[str, list[float]] = defaultdict(list)
         for _ in range(repeat):
-            for way in (*WARM, SPAWN):
-                taken[way].append(once(name, way))
-        cold = Samples("s", taken[SPAWN])
-        for way, said in WARM.items():
-            mine = Samples("s", taken[way])
-            yield Row(f"{name}.{way}", f"{name}, {said}", mine, cold, SPAWN)
-        yield f"{name} {metadata.version(name)}."
+            for method in (*FORK_METHODS, SPAWN):
+                values[method].append(time_recovery(name, method))
+        spawn = Samples("s", values[SPAWN])
+        for method, label in FORK_METHODS.items():
+            samples = Samples("s", values[method])
+            yield Row(f"{name}.{method}", f"{name}, {label}", samples, spawn, f"`{SPAWN}`")
+        yield f"The version of {name} is {metadata.version(name)}."
 
 
 if __name__ == "__main__":
-    run(measure, __doc__)
+    run_command_line(measure, __doc__)

@@ -1,6 +1,6 @@
-"""docs/benchmarks.md and the README's table, made from what is kept of the runs.
+"""docs/benchmarks.md and the table in README.md, written from the stored results.
 
-Both are functions of the record, so that a test can compare them with what stands there.
+Both are pure functions of the record, so that a test can compare them with the files.
 """
 
 from __future__ import annotations
@@ -11,161 +11,163 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-from figures import HEAD, Found, cells, from_plain, in_markdown, to_plain
+from results import HEADER, Results, markdown_table, results_from_json, results_to_json, table_cells
 
 HERE = Path(__file__).resolve().parent
 
 
 @attrs.frozen
 class Benchmark:
-    """One program of this folder.
+    """A benchmark program, which is one section of the page."""
 
-    flags, quick: in its full size, and in one that is soon over. limit: seconds. needs: modules
-    without which it is not run. make: the target whose environment has them.
-    """
-
-    name: str
-    flags: str = ""
-    quick: str = ""
-    limit: float = 120.0
-    needs: tuple[str, ...] = ()
-    make: str = "bench"
-    folder: Path = HERE
+    name: str  # the name of its file, without `.py`
+    flags: str = ""  # its options in a full run
+    quick: str = ""  # its options in a short run that only shows that the benchmark runs
+    timeout_s: float = 120.0
+    needs: tuple[str, ...] = ()  # the modules without which it is not run
+    make_target: str = "bench"  # the make target whose environment has these modules
+    directory: Path = HERE
 
     def command(self, quick: bool = False) -> str:
-        """As somebody types it who repeats it."""
+        """Return the command line that repeats the benchmark."""
         return f"python tests/bench/{self.name}.py {self.quick if quick else self.flags}".rstrip()
 
-    def about(self) -> tuple[str, str]:
-        """Its title and its text, which are its docstring's; nothing of it is imported."""
-        doc = ast.get_docstring(ast.parse((self.folder / f"{self.name}.py").read_text()))
+    def read_docstring(self) -> tuple[str, str]:
+        """Return the title and the text of the section, without importing the program."""
+        doc = ast.get_docstring(ast.parse((self.directory / f"{self.name}.py").read_text()))
         title, _, text = (doc or self.name).partition("\n\n")
         return " ".join(title.split()).rstrip("."), text
 
 
+# The benchmarks in the order of the page. Together they take about 14 minutes on two cores. The
+# quick sizes take a minute. They show that the programs run, and their numbers mean nothing.
 ALL = (
     Benchmark(
         "recovery",
         "--spawn --rest 5",
         quick="--parts restart,start --rounds 1 --kills 1 --repeat 1",
-        limit=420,
+        timeout_s=420,
     ),
     Benchmark(
         "rendezvous",
         quick="--nodes 8 --torch-up-to 8 --apart 8 --processes 2 --standing 8 --idle 1 --repeat 1",
-        limit=420,
+        timeout_s=420,
     ),
     Benchmark("context", quick="--calls 10000 --repeat 2"),
-    Benchmark("events", quick="--repeat 1 --rest 2 --rests 1", limit=240),
-    Benchmark("sampler", quick="--lengths 1000000 --worlds 1 --repeat 1", limit=180),
-    Benchmark("checkpoint", quick="--mib 32 --repeat 1", limit=600),
-    Benchmark("logical", quick="--rounds 2", limit=180),
+    Benchmark("events", quick="--repeat 1 --idle-seconds 2 --idle-samples 1", timeout_s=240),
+    Benchmark("sampler", quick="--lengths 1000000 --worlds 1 --repeat 1", timeout_s=180),
+    Benchmark("checkpoint", quick="--mib 32 --repeat 1", timeout_s=600),
+    Benchmark("logical", quick="--rounds 2", timeout_s=180),
     Benchmark("startup", quick="--runs 1"),
     Benchmark(
         "frameworks",
         quick="--frameworks accelerate --repeat 1",
-        limit=900,
+        timeout_s=900,
         needs=("lightning", "transformers", "accelerate"),
-        make="bench-integrations",
+        make_target="bench-integrations",
     ),
 )
-"""In the order of the page. Together they take about 14 minutes on two cores, and a minute in their
-quick sizes, which show that they run and no number worth a look."""
 
 
 @attrs.frozen
 class Section:
-    """The last run of one benchmark.
+    """The last run of one benchmark."""
 
-    command: what was run. date: its day. seconds: how long it took. load: the machine's average
-    before it. machine: what is known of it, by name. error: why there are no rows, if so.
-    """
-
-    command: str
-    date: str
-    seconds: float
-    load: float
-    machine: Mapping[str, str]
-    found: Found = attrs.field(factory=Found)
-    error: str = ""
+    command: str  # the command line that was run
+    date: str  # the day of the run, as YYYY-MM-DD
+    duration_s: float
+    load: float  # the load average of the machine before the run
+    machine: Mapping[str, str]  # the hardware and the versions, by name
+    results: Results = attrs.field(factory=Results)
+    error: str = ""  # why there are no rows, if the run failed
 
 
-Record = Mapping[str, Section]
-"""By the benchmark's name."""
+Record = Mapping[str, Section]  # the last run of each benchmark, by its name
 
 
-def record_to_plain(record: Record) -> dict[str, Any]:
+def record_to_json(record: Record) -> dict[str, Any]:
+    """Return the record as JSON values."""
     return {
-        name: {**attrs.asdict(section, recurse=False), "found": to_plain(section.found)}
+        name: {
+            **attrs.asdict(section, recurse=False),
+            "results": results_to_json(section.results),
+        }
         for name, section in record.items()
     }
 
 
-def record_from_plain(plain: Mapping[str, Any]) -> dict[str, Section]:
+def record_from_json(plain: Mapping[str, Any]) -> dict[str, Section]:
+    """Return the record that `record_to_json` wrote."""
     return {
-        name: Section(**{**section, "found": from_plain(section["found"])})
+        name: Section(**{**section, "results": results_from_json(section["results"])})
         for name, section in plain.items()
     }
 
 
-HEAD_OF_PAGE, TABLE = (HERE / "page.md").read_text().split("{machines}\n\n## In short\n\n")
-"""The text above all sections, and the table that stands in the README as well."""
+# The text above all sections, and the table that README.md contains as well.
+INTRODUCTION, TABLE = (HERE / "page.md").read_text().split("{machines}\n\n## Summary\n\n")
 
 
 def page(record: Record) -> str:
-    parts = [HEAD_OF_PAGE.rstrip(), *machines(record), "## In short", quoted(record)]
+    """Return the text of docs/benchmarks.md."""
+    parts = [INTRODUCTION.rstrip(), *machine_tables(record), "## Summary", summary_table(record)]
     for benchmark in ALL:
-        parts += section_of(benchmark, record.get(benchmark.name))
+        parts += section_text(benchmark, record.get(benchmark.name))
     return "\n\n".join(parts) + "\n"
 
 
-def machines(record: Record) -> Iterator[str]:
-    """One table, if all was measured on one machine with one set of versions."""
-    kinds: dict[tuple[tuple[str, str], ...], list[str]] = {}
+def machine_tables(record: Record) -> Iterator[str]:
+    """Yield one table for each machine and set of versions, and the sections measured with it."""
+    sections: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for name, section in record.items():
-        kinds.setdefault(tuple(section.machine.items()), []).append(name)
-    for facts, names in kinds.items():
-        if len(kinds) > 1:
-            yield f"Of {', '.join(names)}:"
-        yield in_markdown(("machine", ""), facts)
+        sections.setdefault(tuple(section.machine.items()), []).append(name)
+    for facts, names in sections.items():
+        if len(sections) > 1:
+            yield f"The machine and the versions of {', '.join(names)}:"
+        yield markdown_table(("machine", ""), facts)
 
 
-def section_of(benchmark: Benchmark, section: Section | None) -> Iterator[str]:
-    title, text = benchmark.about()
+def section_text(benchmark: Benchmark, section: Section | None) -> Iterator[str]:
+    """Yield the paragraphs of one section."""
+    title, text = benchmark.read_docstring()
     yield f"## {title}"
     yield text
     if section is None:
         needs = f", which needs {', '.join(benchmark.needs)}" if benchmark.needs else ""
-        yield f"**Not measured yet**: `make {benchmark.make}` does it{needs}."
+        yield f"**Not measured yet.** Run `make {benchmark.make_target}`{needs}."
         return
     yield (
-        f"`{section.command}`, on {section.date}, took {section.seconds:.0f} s; the load average "
-        f"before it was {section.load:.1f}."
+        f"`{section.command}` ran on {section.date} and took {section.duration_s:.0f} s. The load "
+        f"average before it was {section.load:.1f}."
     )
     if section.error:
-        yield f"**It failed, and there are no numbers**: {section.error}."
+        yield f"**The run failed, so there are no numbers**: {section.error}."
         return
-    yield in_markdown(HEAD, map(cells, section.found.rows))
-    if section.found.notes:
-        yield "\n".join(f"- {note}" for note in section.found.notes)
+    yield markdown_table(HEADER, map(table_cells, section.results.rows))
+    if section.results.notes:
+        yield "\n".join(f"- {note}" for note in section.results.notes)
 
 
-def quoted(record: Record) -> str:
-    """The table that stands in the README as well, letter by letter."""
-    found = {name: section.found for name, section in record.items()}
+def summary_table(record: Record) -> str:
+    """Return the table of page.md with the measured values, as README.md contains it."""
+    results = {name: section.results for name, section in record.items()}
 
-    def filled(cell: str) -> str:
+    def fill(cell: str) -> str:
         try:
-            return cell.format(**found)
+            return cell.format(**results)
         except KeyError:
             return " not measured "
 
     lines = TABLE.strip().splitlines()
-    return "\n".join("|".join(map(filled, line.split("|"))) for line in lines)
+    return "\n".join("|".join(map(fill, line.split("|"))) for line in lines)
 
 
 def with_table(readme: str, table: str) -> str:
-    """A README whose table under `## Benchmarks` is this one; ValueError if it has none."""
+    """Return the README with this table below its heading `## Benchmarks`.
+
+    Raises:
+        ValueError: The README has no such heading, or no table below it.
+    """
     before, heading, after = readme.partition("\n## Benchmarks\n")
     text, bar, rest = after.partition("\n| ")
     if not heading or not bar:

@@ -1,25 +1,30 @@
-"""What a start, a restart, a join, a loss and rest cost, beside torchrun on the same work.
+"""Time of a start, a restart, a join and a node loss, and CPU of an idle agent.
 
     python tests/bench/recovery.py [--parts restart,start,join,loss,rest] [--spawn]
         [--rounds 2] [--kills 10] [--repeat 3] [--rest 10]
 
-- restart: two gloo workers on one node; one is killed with SIGKILL, and the time is taken until
-  both ranks of the next attempt have finished an all_reduce. Also from the start of the launcher
-  to the first group.
-- start: from the start of the launcher to the first line of a script that imports nothing.
-- join: a node with one worker runs, and another is started. Counted from its agent's start, and
-  from the end of the running worker, which is the time in which nobody trains, to the group of two.
-- loss: an agent and its worker are killed with SIGKILL, while the other node's worker is busy and
-  looks at nothing; until the survivor's group of one works.
-- rest: CPU seconds per second of an agent and what serves it, while its two workers sleep.
+elasticrun and torchrun run the same worker, which forms a gloo process group and runs an
+all-reduce. A group works when all of its ranks have finished their first all-reduce. The parts are:
 
-Both wait for a last call, which is as short as each takes it: elasticrun's is 0.1 s, and
-torchrun's, in whole seconds alone, 1 s. The launchers take turns, so that all meet the same
-machine. torchrun runs in the mode that works, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: in its default
-one, restarted workers read the addresses of the attempt before. What did not happen within the
-bound is counted as failed, and not as a time; who failed so is not tried again. `spawn` is
-elasticrun with cold workers, `--start-method spawn`. A first start costs what an interpreter with
-torch costs, once for the process that all later workers are forked from.
+- `restart`: a job of two workers on one node. One worker is killed with SIGKILL, and the time ends
+  when the next group of two works. This part also measures the time from the start of the launcher
+  to the first working group.
+- `start`: the time from the start of the launcher to the first line of a script that imports
+  nothing.
+- `join`: a node with one worker runs, and a second node is started. One time starts with the second
+  launcher. The other starts when the running worker exits, which is how long training stops. Both
+  end when the group of two works.
+- `loss`: on one of two nodes, the launcher and its worker are killed with SIGKILL. The worker of
+  the other node does not poll for changes. The time ends when the group of the other node works.
+- `rest`: CPU seconds per second of a launcher and its service processes, while its two workers
+  sleep.
+
+The launchers take turns. elasticrun waits 0.1 s for late nodes. torchrun waits 1 s, the shortest
+time that it accepts. torchrun runs with `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`. Without this
+variable, restarted workers read the addresses of the attempt before. A launcher that does not
+finish within the time limit has failed and is not tried again. Rows with `spawn` use
+`--start-method spawn`, which starts a new interpreter for each worker. By default, elasticrun
+starts one process that imports torch, and forks all workers from it.
 """
 
 from __future__ import annotations
@@ -30,130 +35,152 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from figures import Row, run
-from launched import (
-    BOUND,
+from results import Row, run_command_line
+from timed_jobs import (
     LAUNCHERS,
-    PROBABLY_NEVER,
-    Times,
+    MEMBERSHIP_TIMEOUT_S,
+    TIMEOUT_S,
+    Timings,
     cpu_seconds,
     find_children,
-    in_turn,
     is_alive,
-    job,
+    open_job,
+    run_in_turns,
 )
 
 from elasticlib.testing.waiting import wait_until
 
 FIRST_LINE = "import sys, time; open(f'{sys.argv[1]}/line', 'x').write(str(time.monotonic()))"
-MEASURED = {
+# The measurements of each part, and their descriptions.
+MEASUREMENTS = {
     "restart": {
-        "first": "start of the launcher to the first group of 2",
-        "restart": "kill of a worker to the next group of 2",
+        "first": "start of the launcher until the first group of 2 works",
+        "restart": "kill of a worker until the next group of 2 works",
     },
-    "start": {"start": "start of the launcher to the first line of the script"},
+    "start": {"start": "start of the launcher until the first line of the script"},
     "join": {
-        "join": "join: start of the second agent to a group of 2",
-        "standstill": "join: end of the running worker to a group of 2",
+        "join": "join: start of the second launcher until the group of 2 works",
+        "standstill": "join: exit of the running worker until the group of 2 works",
     },
-    "loss": {"loss": "kill of an agent and its worker to the survivor's group"},
-    "rest": {"rest": "CPU of an agent at rest"},
+    "loss": {"loss": "kill of a node until the group of the other node works"},
+    "rest": {"rest": "CPU of an idle launcher"},
 }
-"""By part, what it takes."""
 
 
-def restart(times: Times, kills: int, launcher: str) -> None:
-    began = time.monotonic()
-    with job(launcher) as running:
-        running.start("--standalone", "--nproc-per-node=2", f"--max-restarts={kills}")
-        places = running.up(2)
-        times.since(began, "first", launcher)
+def measure_restarts(timings: Timings, kills: int, launcher: str) -> None:
+    """Start a job, and kill one worker after the other."""
+    started_at = time.monotonic()
+    with open_job(launcher) as job:
+        job.start("--standalone", "--nproc-per-node=2", f"--max-restarts={kills}")
+        ranks = job.wait_for_group(2)
+        timings.add_elapsed(started_at, "first", launcher)
         for _ in range(kills):
-            os.kill(places[-1]["pid"], signal.SIGKILL)
-            places = times.group("restart", launcher, running, 2, BOUND)
+            os.kill(ranks[-1]["pid"], signal.SIGKILL)
+            ranks = timings.time_group("restart", launcher, job, 2, TIMEOUT_S)
 
 
-def start(times: Times, launcher: str) -> None:
-    with job(launcher) as running:
-        script = running.folder / "script.py"
+def measure_start(timings: Timings, launcher: str) -> None:
+    """Start a script that writes down when it starts."""
+    with open_job(launcher) as job:
+        script = job.directory / "script.py"
         script.write_text(FIRST_LINE)
-        began = time.monotonic()
-        running.start("--standalone", program=str(script))
-        assert running.agents[0].wait(BOUND) == 0
-        times.note("start", launcher, float((running.folder / "line").read_text()) - began)
+        started_at = time.monotonic()
+        job.start("--standalone", program=str(script))
+        assert job.agents[0].wait(TIMEOUT_S) == 0
+        first_line_at = float((job.directory / "line").read_text())
+        timings.add("start", launcher, first_line_at - started_at)
 
 
-def join(times: Times, launcher: str) -> None:
-    with job(launcher) as running:
-        running.join()
-        (alone,) = running.up(1)
-        began = time.monotonic()
-        running.join()
-        with times.trying(launcher, *MEASURED["join"]):
-            wait_until("the worker to end", lambda: not is_alive(alone["pid"]), PROBABLY_NEVER)
-            stopped = time.monotonic()
-            running.up(2, PROBABLY_NEVER)
-        times.since(began, "join", launcher)
-        times.since(stopped, "standstill", launcher)
+def measure_join(timings: Timings, launcher: str) -> None:
+    """Start a second node while the first one runs."""
+    with open_job(launcher) as job:
+        job.start_node()
+        (first,) = job.wait_for_group(1)
+        started_at = time.monotonic()
+        job.start_node()
+        with timings.counting_failures(launcher, *MEASUREMENTS["join"]):
+            wait_until(
+                "the worker to exit", lambda: not is_alive(first["pid"]), MEMBERSHIP_TIMEOUT_S
+            )
+            stopped_at = time.monotonic()
+            job.wait_for_group(2, MEMBERSHIP_TIMEOUT_S)
+        timings.add_elapsed(started_at, "join", launcher)
+        timings.add_elapsed(stopped_at, "standstill", launcher)
 
 
-def loss(times: Times, launcher: str) -> None:
-    with job(launcher) as running:
-        # The first hosts the store, whose loss would be another matter.
+def measure_node_loss(timings: Timings, launcher: str) -> None:
+    """Kill the second of two nodes."""
+    with open_job(launcher) as job:
+        # The first node hosts the store. The loss of the store is not measured here.
         for world in (1, 2):
-            running.join()
-            running.up(world)
-        running.lose(running.agents.pop())
-        times.group("loss", launcher, running, 1)
+            job.start_node()
+            job.wait_for_group(world)
+        job.kill_node(job.agents.pop())
+        timings.time_group("loss", launcher, job, 1)
 
 
-def at_rest(times: Times, seconds: float, launcher: str) -> None:
-    with job(launcher) as running:
-        running.start("--standalone", "--nproc-per-node=2", args=("once",))
-        workers = {place["pid"] for place in running.up(2)}
-        agent = running.agents[0].pid
-        serving = [agent]
-        for pid in serving:
-            serving += [child for child in find_children(pid) if child not in workers]
-        # What a start leaves to do is over by then: the fork server has begun to rest, and imported
-        # what it keeps for later workers.
+def measure_idle_cpu(timings: Timings, duration_s: float, launcher: str) -> None:
+    """Measure the CPU time of a launcher and its service processes while its workers sleep."""
+    with open_job(launcher) as job:
+        job.start("--standalone", "--nproc-per-node=2", args=("once",))
+        workers = {rank["pid"] for rank in job.wait_for_group(2)}
+        pids = [job.agents[0].pid]
+        for pid in pids:
+            pids += [child for child in find_children(pid) if child not in workers]
+        # By then the work of the start is done: the fork server has imported what it keeps for
+        # later workers, and is idle.
         time.sleep(6.0)
-        used = sum(map(cpu_seconds, serving))
-        time.sleep(seconds)
-        used = sum(map(cpu_seconds, serving)) - used
-        times.note("rest", launcher, used / seconds)
+        before = sum(map(cpu_seconds, pids))
+        time.sleep(duration_s)
+        used = sum(map(cpu_seconds, pids)) - before
+        timings.add("rest", launcher, used / duration_s)
 
 
 def measure(
     *,
-    parts: str = ",".join(MEASURED),
+    parts: str = ",".join(MEASUREMENTS),
     spawn: bool = False,
     rounds: int = 2,
     kills: int = 10,
     repeat: int = 3,
     rest: float = 10.0,
 ) -> Iterator[Row]:
-    """rounds: jobs whose workers are killed, so many of each; repeat: of all else."""
-    times = Times()
-    stories: dict[str, tuple[int, Callable[[str], None]]] = {
-        "restart": (rounds, partial(restart, times, kills)),
-        "start": (repeat, partial(start, times)),
-        "join": (repeat, partial(join, times)),
-        "loss": (repeat, partial(loss, times)),
-        "rest": (repeat, partial(at_rest, times, rest)),
+    """Measure the parts, and yield their rows.
+
+    Args:
+        parts: The parts to measure, separated by commas.
+        spawn: Also measure elasticrun with `--start-method spawn`.
+        rounds: The number of jobs of the part `restart`.
+        kills: The number of workers that are killed in each of these jobs.
+        repeat: The number of samples of all other parts.
+        rest: The duration of one CPU measurement in seconds.
+    """
+    timings = Timings()
+    runs: dict[str, tuple[int, Callable[[str], None]]] = {
+        "restart": (rounds, partial(measure_restarts, timings, kills)),
+        "start": (repeat, partial(measure_start, timings)),
+        "join": (repeat, partial(measure_join, timings)),
+        "loss": (repeat, partial(measure_node_loss, timings)),
+        "rest": (repeat, partial(measure_idle_cpu, timings, rest)),
     }
     launchers = [name for name in LAUNCHERS if spawn or "spawn" not in name]
     for part in parts.split(","):
-        in_turn(launchers, *stories[part])
-        unit = "of a core" if part == "rest" else "s"
-        for name, what in MEASURED[part].items():
-            torchs = times.of(name, "torchrun", unit)
-            for launcher in [one for one in launchers if one != "torchrun"]:
-                mine, mark = times.of(name, launcher, unit), launcher.partition(", ")[2]
-                words = f"{what} ({mark})" if mark else what
-                full = f"{name}.{mark}" if mark else name
-                yield Row(full, words, mine, torchs, "torchrun")
+        run_in_turns(launchers, *runs[part])
+        yield from rows_of_part(timings, part, launchers)
+
+
+def rows_of_part(timings: Timings, part: str, launchers: list[str]) -> Iterator[Row]:
+    """Yield a row for each measurement of a part and each start method of elasticrun."""
+    unit = "of a core" if part == "rest" else "s"
+    for name, description in MEASUREMENTS[part].items():
+        torchrun = timings.samples(name, "torchrun", unit)
+        for launcher in launchers:
+            if launcher != "torchrun":
+                samples, suffix = timings.samples(name, launcher, unit), launcher.partition(", ")[2]
+                text = f"{description} ({suffix})" if suffix else description
+                key = f"{name}.{suffix}" if suffix else name
+                yield Row(key, text, samples, torchrun, "torchrun")
 
 
 if __name__ == "__main__":
-    run(measure, __doc__)
+    run_command_line(measure, __doc__)

@@ -1,16 +1,22 @@
-"""What a rendezvous costs: to settle, to stand idle, and when a node dies; beside torch's own.
+"""Rendezvous of up to 1,000 nodes: time to settle, idle cost, and time after the loss of a node.
 
     python tests/bench/rendezvous.py [--nodes 2,16,128,256,1000] [--torch-up-to 128]
         [--apart 1000] [--processes 8] [--repeat 3] [--idle 10]
 
-All nodes are in one process, where they take turns at one interpreter; those of --apart are ours in
-several processes, as real ones are; over loopback. They start at once and the maximum is N, so no
-last call is waited for. Ours meet over one `elasticlib store`, torch's over one TCPStore (whose
-server is no Python, and takes no turn of this process's), each node with a client of its own. At
-rest: store operations and CPU, per node, while a generation stands. Death: from the end of rank 0's
-connection to the survivors' next generation; torch's handler does not notice one while nobody waits
-to join, so there is none to compare with. A thousand nodes in one process wait for each other's
-turn at the interpreter most of the time.
+A rendezvous has settled when every node knows its rank in the new generation. All nodes start at
+the same time. The maximum is the number of nodes, so no node waits for late ones. The rows measure:
+
+- settle: the time from the start until all nodes have their ranks. All nodes are threads of one
+  process, so they share one interpreter lock. 1,000 threads wait for this lock most of the time.
+  The nodes of `--apart` are divided among several processes, like nodes of a real job.
+- idle: store operations and CPU per node, while a generation is active and nothing changes.
+- rank 0 is lost: the time from the close of its connection until all other nodes have their ranks
+  in the next generation. torch's handler does not detect this loss while no node waits to join, so
+  there is nothing to compare with.
+
+The nodes of elasticlib use one `elasticlib store`, and torch's c10d handlers use one TCPStore. Each
+node has its own client. The server of TCPStore is not written in Python and does not need the
+interpreter lock. All connections use loopback.
 """
 
 from __future__ import annotations
@@ -29,8 +35,8 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar
 
-from figures import Row, Samples, run
-from launched import Server
+from results import Row, Samples, run_command_line
+from timed_jobs import StoreServer
 
 from elasticlib import (
     DynamicRendezvousHandler,
@@ -43,63 +49,74 @@ from elasticlib import (
 )
 from elasticlib.testing.rendezvous_cluster import FakeBootstrapStore
 
-BOUND = 60.0
-SWITCH_SECONDS = 1.0
+TIMEOUT_S = 60.0
+# By default, each of the threads would ask for the interpreter lock 200 times per second, and 1,000
+# threads would do nothing else.
+THREAD_SWITCH_INTERVAL_S = 1.0
 
 
-def settle(meet: Sequence[Callable[[], object]]) -> float | None:
-    """Seconds until all have met; None if not within the bound."""
-    pool = futures.ThreadPoolExecutor(len(meet))
-    # Their threads are there before the time is taken.
-    there = threading.Barrier(len(meet))
-    for waiting in [pool.submit(there.wait) for _ in meet]:
-        waiting.result(BOUND)
-    began = time.monotonic()
-    joined = [pool.submit(join) for join in meet]
+def time_all(calls: Sequence[Callable[[], object]]) -> float | None:
+    """Run all calls at the same time, each in its own thread.
+
+    Returns:
+        The seconds until the last call has returned, or None if this takes longer than TIMEOUT_S.
+    """
+    pool = futures.ThreadPoolExecutor(len(calls))
+    # All threads exist before the time starts.
+    barrier = threading.Barrier(len(calls))
+    for waiting in [pool.submit(barrier.wait) for _ in calls]:
+        waiting.result(TIMEOUT_S)
+    started_at = time.monotonic()
+    pending = [pool.submit(call) for call in calls]
     try:
-        for future in joined:
-            future.result(max(0.0, BOUND - (time.monotonic() - began)))
-    except futures.TimeoutError:  # another than the builtin one until Python 3.11
+        for future in pending:
+            future.result(max(0.0, TIMEOUT_S - (time.monotonic() - started_at)))
+    except futures.TimeoutError:  # another class than the builtin one until Python 3.11
         return None
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-    return time.monotonic() - began
+    return time.monotonic() - started_at
 
 
 OPERATIONS = frozenset({*Store.__abstractmethods__, "watch"})
 
 
-class Counted(TcpStore):
-    """A client that counts what it asks, by the names of a store's operations."""
+class CountingTcpStore(TcpStore):
+    """A store client that counts the operations of all its instances, by name."""
 
-    asked: ClassVar[collections.Counter[str]] = collections.Counter()
+    counts: ClassVar[collections.Counter[str]] = collections.Counter()
 
     def __getattribute__(self, name: str) -> Any:
         if name in OPERATIONS:
-            Counted.asked[name] += 1
+            CountingTcpStore.counts[name] += 1
         return super().__getattribute__(name)
 
 
 class Nodes:
-    """Nodes number `first`, every `step` further, of so many, over the server at this port."""
+    """The nodes of one process, with one rendezvous handler and one store client each.
+
+    Args:
+        count: The number of nodes of the job.
+        port: The port of the `elasticlib store` on this machine.
+        first: The number of the first node of this process.
+        step: The distance to the number of the next node of this process.
+    """
 
     def __init__(self, count: int, port: int, first: int = 0, step: int = 1) -> None:
-        mine = range(first, count, step)
-        self.stores = [Counted("127.0.0.1", port) for _ in mine]
-        limits, timing = (
-            RendezvousSettings(1, count, last_call_timeout=BOUND),
-            RendezvousTimeouts(join_timeout=BOUND, close_timeout=5.0),
-        )
+        numbers = range(first, count, step)
+        self.stores = [CountingTcpStore("127.0.0.1", port) for _ in numbers]
+        settings = RendezvousSettings(1, count, last_call_timeout=TIMEOUT_S)
+        timeouts = RendezvousTimeouts(join_timeout=TIMEOUT_S, close_timeout=5.0)
         self.handlers: list[RendezvousHandler] = [
             DynamicRendezvousHandler(
                 store,
                 "bench",
-                Node(f"n{i}", f"n{i}", "127.0.0.1", 1),
-                limits,
-                timeouts=timing,
+                Node(f"n{number}", f"n{number}", "127.0.0.1", 1),
+                settings,
+                timeouts=timeouts,
                 open_bootstrap_store=FakeBootstrapStore,
             )
-            for i, store in zip(mine, self.stores, strict=True)
+            for number, store in zip(numbers, self.stores, strict=True)
         ]
 
     def __enter__(self) -> Nodes:
@@ -112,79 +129,84 @@ class Nodes:
             store.close()
 
     def settle(self) -> float | None:
-        return settle([handler.next_rendezvous for handler in self.handlers])
+        """Join the rendezvous with all nodes; return the seconds until all have their ranks."""
+        return time_all([handler.next_rendezvous for handler in self.handlers])
 
-    def idle(self, seconds: float) -> tuple[float, float]:
-        """Operations and CPU seconds, for each node and second, while nothing happens."""
-        if not Counted.asked:
+    def idle_cost(self, duration_s: float) -> tuple[float, float]:
+        """Return store operations and CPU seconds, per node and second, while nothing changes."""
+        if not CountingTcpStore.counts:
             raise RuntimeError("no operation was counted while the nodes settled")
-        Counted.asked.clear()
+        CountingTcpStore.counts.clear()
         cpu = time.process_time()
-        time.sleep(seconds)
-        share = seconds * len(self.handlers)
-        return sum(Counted.asked.values()) / share, (time.process_time() - cpu) / share
+        time.sleep(duration_s)
+        share = duration_s * len(self.handlers)
+        operations = sum(CountingTcpStore.counts.values())
+        return operations / share, (time.process_time() - cpu) / share
 
     def lose_first(self) -> float | None:
-        """Seconds from the end of the first node's connection to the next generation."""
+        """Close the connection of the first node; return the seconds until the others settle."""
 
-        def again(handler: RendezvousHandler) -> object:
-            while handler.wait_for_change(BOUND) is None:
+        def join_next(handler: RendezvousHandler) -> object:
+            while handler.wait_for_change(TIMEOUT_S) is None:
                 pass
             return handler.next_rendezvous()
 
-        survivors = [partial(again, handler) for handler in self.handlers[1:]]
-        return settle([*survivors, self.stores[0].close])
+        survivors = [partial(join_next, handler) for handler in self.handlers[1:]]
+        return time_all([*survivors, self.stores[0].close])
 
 
-def ours(count: int) -> float | None:
-    with Server() as port, Nodes(count, port) as nodes:
+def settle_in_one_process(count: int) -> float | None:
+    """Return the seconds until this number of nodes has settled, or None after the timeout."""
+    with StoreServer() as port, Nodes(count, port) as nodes:
         return nodes.settle()
 
 
-def spread(count: int, processes: int) -> float | None:
-    """The same with the nodes in several processes, which are ready before the time is taken."""
+def settle_in_processes(count: int, processes: int) -> float | None:
+    """Return the same for nodes in several processes, which exist before the time starts."""
     spawn = multiprocessing.get_context("spawn")
-    with Server() as port:
-        ends, parts = [], []
+    with StoreServer() as port:
+        connections, workers = [], []
         for first in range(processes):
-            ours, theirs = spawn.Pipe()
-            ends.append(ours)
-            parts.append(spawn.Process(target=part, args=(count, port, first, processes, theirs)))
-            parts[-1].start()
-            theirs.close()
-        for end in ends:
-            end.recv()  # it is ready
-        began = time.monotonic()
-        for end in ends:
-            end.send("go")
-        # The monotonic clock is one for all processes of a machine.
-        settled = [end.recv() for end in ends]
-        for end, process in zip(ends, parts, strict=True):
-            end.send("end")
-            process.join(BOUND)
-        return None if None in settled else max(settled) - began
+            connection, remote = spawn.Pipe()
+            connections.append(connection)
+            args = (count, port, first, processes, remote)
+            workers.append(spawn.Process(target=run_nodes, args=args))
+            workers[-1].start()
+            remote.close()
+        for connection in connections:
+            connection.recv()  # the process is ready
+        started_at = time.monotonic()
+        for connection in connections:
+            connection.send("settle")
+        # All processes of a machine share one monotonic clock.
+        settled = [connection.recv() for connection in connections]
+        for connection, worker in zip(connections, workers, strict=True):
+            connection.send("exit")
+            worker.join(TIMEOUT_S)
+        return None if None in settled else max(settled) - started_at
 
 
-def part(count: int, port: int, first: int, step: int, told: Connection) -> None:
-    bend_limits()
+def run_nodes(count: int, port: int, first: int, step: int, connection: Connection) -> None:
+    """Run the nodes of one process: send when they have settled, on request."""
+    set_process_limits()
     with Nodes(count, port, first, step) as nodes:
-        told.send("ready")
-        told.recv()
-        settled = nodes.settle()
-        told.send(None if settled is None else time.monotonic())
-        told.recv()
+        connection.send("ready")
+        connection.recv()
+        elapsed = nodes.settle()
+        connection.send(None if elapsed is None else time.monotonic())
+        connection.recv()
 
 
-def bend_limits() -> None:
-    # As many threads as nodes would otherwise ask for the interpreter's lock 200 times a second
-    # each, and get nothing done for asking.
-    sys.setswitchinterval(SWITCH_SECONDS)
+def set_process_limits() -> None:
+    """Prepare this process for 1,000 threads and connections."""
+    sys.setswitchinterval(THREAD_SWITCH_INTERVAL_S)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def torchs(count: int) -> float | None:
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns of each lost connection
+def settle_torch(count: int) -> float | None:
+    """Return the seconds until this number of torch's c10d handlers has settled."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns about each lost connection
     from torch.distributed import TCPStore
     from torch.distributed.elastic.rendezvous import RendezvousParameters
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
@@ -199,49 +221,54 @@ def torchs(count: int) -> float | None:
             "c10d", f"127.0.0.1:{server.port}", "bench", count, count, local_addr="127.0.0.1"
         )
         handlers.append(create_handler(store, C10dRendezvousBackend(store, "bench"), parameters))
-    taken = settle([handler.next_rendezvous for handler in handlers])
+    elapsed = time_all([handler.next_rendezvous for handler in handlers])
     for handler in handlers:
         handler._stop_heartbeats()
-    return taken
+    return elapsed
 
 
-def tried(measure: Callable[[], float | None], repeat: int) -> Samples:
-    """One that does not end in time is not tried again."""
-    taken: list[float] = []
+def take_samples(run: Callable[[], float | None], repeat: int) -> Samples:
+    """Run a measurement several times. One that does not end in time is not tried again."""
+    values: list[float] = []
     for _ in range(repeat):
-        one = measure()
-        if one is None:
-            return Samples("s", taken, 1, f"not within {BOUND:g} s")
-        taken.append(one)
-    return Samples("s", taken)
+        value = run()
+        if value is None:
+            return Samples("s", values, 1, f"not within {TIMEOUT_S:g} s")
+        values.append(value)
+    return Samples("s", values)
 
 
-def settling(counts: Sequence[int], torch_up_to: int, repeat: int) -> Iterator[Row]:
+def settle_rows(counts: Sequence[int], torch_up_to: int, repeat: int) -> Iterator[Row]:
+    """Yield the time to settle for each number of nodes in one process."""
     for count in counts:
-        theirs = tried(partial(torchs, count), repeat) if count <= torch_up_to else None
-        mine = tried(partial(ours, count), repeat)
-        yield Row(f"settle.{count}", f"{count} nodes settle", mine, theirs, "torch's c10d")
+        has_torch = count <= torch_up_to
+        torch = take_samples(partial(settle_torch, count), repeat) if has_torch else None
+        samples = take_samples(partial(settle_in_one_process, count), repeat)
+        name, text = f"settle.{count}", f"{count} nodes settle"
+        yield Row(name, text, samples, torch, "torch's c10d handler")
 
 
-def at_rest(count: int, seconds: float, repeat: int) -> Iterator[Row]:
-    """At rest, and when rank 0 dies."""
-    asked, used, again = [], [], []
+def idle_rows(count: int, duration_s: float, repeat: int) -> Iterator[Row]:
+    """Yield the cost of idle nodes, and the time after the loss of rank 0."""
+    operations, cpu, recoveries = [], [], []
     for _ in range(repeat):
-        with Server() as port, Nodes(count, port) as nodes:
+        with StoreServer() as port, Nodes(count, port) as nodes:
             nodes.settle()
-            operations, cpu = nodes.idle(seconds)
-            asked.append(operations)
-            used.append(cpu)
+            operations_per_s, cpu_share = nodes.idle_cost(duration_s)
+            operations.append(operations_per_s)
+            cpu.append(cpu_share)
             if count > 1:
-                again.append(nodes.lose_first())
-    never = Samples("s", why="never noticed")
-    what = f"{count} nodes: rank 0 dies, to the next generation"
-    lost = [one for one in again if one is not None]
-    death = Samples("s", lost, len(again) - len(lost), f"not within {BOUND:g} s")
-    rest = f"{count} nodes at rest, each"
-    yield Row(f"operations.{count}", f"{rest}: store operations", Samples("a second", asked))
-    yield Row(f"cpu.{count}", f"{rest}: CPU", Samples("of a core", used))
-    yield Row(f"death.{count}", what, death, never, "torch's c10d")
+                recoveries.append(nodes.lose_first())
+    values = [value for value in recoveries if value is not None]
+    failed = len(recoveries) - len(values)
+    recovery = Samples("s", values, failed, f"not within {TIMEOUT_S:g} s")
+    torch = Samples("s", reason="never detected")
+    idle = f"{count} idle nodes"
+    per_second = Samples("a second", operations)
+    yield Row(f"operations.{count}", f"{idle}: store operations per node", per_second)
+    yield Row(f"cpu.{count}", f"{idle}: CPU per node", Samples("of a core", cpu))
+    text = f"{count} nodes: loss of rank 0 until the next generation"
+    yield Row(f"death.{count}", text, recovery, torch, "torch's c10d handler")
 
 
 def measure(
@@ -254,20 +281,30 @@ def measure(
     idle: float = 10.0,
     repeat: int = 3,
 ) -> Iterator[Row]:
-    """apart: of our nodes, in several processes. standing: nodes at rest, for `idle` seconds, and
-    one of them dies."""
-    bend_limits()
-    yield from settling(numbers(nodes), torch_up_to, repeat)
-    for count in numbers(apart):
-        mine = tried(partial(spread, count, processes), repeat)
-        yield Row(f"apart.{count}", f"{count} nodes settle, in {processes} processes", mine)
-    for count in numbers(standing):
-        yield from at_rest(count, idle, repeat)
+    """Measure rendezvous of several sizes, and yield their rows.
+
+    Args:
+        nodes: The numbers of nodes in one process, separated by commas.
+        torch_up_to: The largest number of nodes that torch's handler is measured with.
+        apart: The numbers of nodes in several processes.
+        processes: The number of these processes.
+        standing: The numbers of nodes whose idle cost and recovery are measured.
+        idle: The duration of one measurement of idle nodes in seconds.
+        repeat: The number of samples.
+    """
+    set_process_limits()
+    yield from settle_rows(parse_numbers(nodes), torch_up_to, repeat)
+    for count in parse_numbers(apart):
+        samples = take_samples(partial(settle_in_processes, count, processes), repeat)
+        yield Row(f"apart.{count}", f"{count} nodes in {processes} processes settle", samples)
+    for count in parse_numbers(standing):
+        yield from idle_rows(count, idle, repeat)
 
 
-def numbers(text: str) -> list[int]:
+def parse_numbers(text: str) -> list[int]:
+    """Return the numbers of a comma-separated list, which may be empty."""
     return [int(number) for number in text.split(",") if number]
 
 
 if __name__ == "__main__":
-    run(measure, __doc__)
+    run_command_line(measure, __doc__)

@@ -42,7 +42,7 @@ def test_images_and_classes_are_sorted_by_the_bytes_of_their_names(tmp_path: Pat
     names = ["b/10.png", "b/9.PNG", "a/é.jpeg", "a/z.bmp", "b/1.png", "Z/x.jpg"]
     for name in names:
         save_image(tmp_path, name)
-    save_image(tmp_path, "beside.png")
+    save_image(tmp_path, "outside.png")
     save_image(tmp_path, "a/.hidden.png")
     save_image(tmp_path, ".cache/1.png")
     (tmp_path / "a/notes.txt").write_text("cats")
@@ -131,7 +131,7 @@ class FakeImage:
 
 
 @given(st.integers(1, 5000), st.integers(1, 5000), st.integers(), st.sampled_from([None, 3]))
-def test_a_crop_lies_within_the_image_and_is_not_empty(
+def test_a_crop_is_within_the_image_and_not_empty(
     width: int, height: int, seed: int, epoch: int | None
 ) -> None:
     images = ImageDataset.__new__(ImageDataset)
@@ -198,7 +198,7 @@ def get_model(name, *, num_classes, norm_layer):
 def test_networks_of_torchvision_use_group_normalization(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A stand-in, because torchvision would have to match the installed torch.
+    # This is a substitute, because torchvision would have to match the installed torch.
     (tmp_path / "torchvision").mkdir()
     (tmp_path / "torchvision/__init__.py").write_text("")
     (tmp_path / "torchvision/models.py").write_text(TORCHVISION)

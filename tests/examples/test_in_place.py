@@ -1,4 +1,4 @@
-"""elasticlib/examples/in_place.py, and what docs/in_place_recovery.md shows of it."""
+"""elasticlib/examples/in_place.py runs, and docs/in_place_recovery.md quotes it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from elasticlib import CheckpointManager
 EXAMPLE = DOCS.parent / "elasticlib/examples/in_place.py"
 
 
-def test_the_page_shows_the_example_as_it_is() -> None:
+def test_the_page_quotes_the_example() -> None:
     _, blocks = read_page("in_place_recovery.md")
-    _, shown = blocks[0]
-    before, _, loop = shown.partition("...\n")
-    assert before in EXAMPLE.read_text()
-    assert loop in EXAMPLE.read_text()
+    _, quoted = blocks[0]
+    before, _, loop = quoted.partition("...\n")
+    for part in (before, loop):
+        assert part.strip()
+        assert part in EXAMPLE.read_text()
 
 
-def test_the_example_trains_to_its_end(job: Job) -> None:
+def test_the_example_completes_its_training(job: Job) -> None:
     flags = ("--standalone", "--nproc-per-node", "2")
     command = (sys.executable, "-m", "elasticlib.launch", *flags, str(EXAMPLE))
     node = job.start("node", *command, str(job.folder / "checkpoints"))

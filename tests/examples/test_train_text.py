@@ -1,4 +1,7 @@
-"""The example with real processes: shares of batches, and how it ends (kills: tests/faults)."""
+"""The text example with real processes: shares of a batch, saves, and the exit.
+
+tests/faults/test_training_under_faults.py kills its workers.
+"""
 
 from __future__ import annotations
 
@@ -38,27 +41,29 @@ def train(arguments):
 
 
 @pytest.fixture
-def alone(monkeypatch, capfd):
-    """Trains in this process, without a launcher; gives what is said last: (loss, steps, hash of
-    the weights)."""
+def train_here(monkeypatch, capfd):
+    """Return a function that trains in this process, without a launcher.
+
+    The function returns what the example prints last: loss, steps and checksum of the weights.
+    """
     monkeypatch.delenv("RANK", raising=False)
 
-    def train_there(folder, generation=1, **options):
+    def train_here(folder, generation=1, **options):
         monkeypatch.setenv("ELASTICLIB_GENERATION", str(generation))
         train(flags(folder, **options))
         return re.search(DONE, capfd.readouterr().out).groups()
 
-    yield train_there
-    if dist.is_initialized():  # it raised
+    yield train_here
+    if dist.is_initialized():  # after an exception
         dist.destroy_process_group()
 
 
-def test_ranks_with_less_than_others_or_nothing_change_no_gradient(ranks, tmp_path, alone):
-    """Of 4 samples rank 0 of 3 has two, of the last 1 the others have none."""
+def test_ranks_with_fewer_samples_or_none_do_not_change_the_gradient(ranks, tmp_path, train_here):
+    """Three ranks share batches of 4 samples and of 1 sample: rank 0 gets two and one."""
     folders = [tmp_path / "one", tmp_path / "three"]
     for folder in folders:
         folder.mkdir()
-    alone(folders[0], samples=9, global_batch=4)
+    train_here(folders[0], samples=9, global_batch=4)
     ranks.run(train, 3, flags(folders[1], samples=9, global_batch=4), launched=True)
     one, three = (CheckpointManager(folder / "checkpoints").load(3) for folder in folders)
     assert one["progress"]["loss"] == pytest.approx(three["progress"]["loss"], rel=1e-4)
@@ -68,52 +73,56 @@ def test_ranks_with_less_than_others_or_nothing_change_no_gradient(ranks, tmp_pa
     assert read_traces(folders[1] / "trace").used_exactly_once(9)
 
 
-def test_the_last_state_is_saved_though_the_batch_was_changed_on_the_way(tmp_path, alone):
-    alone(tmp_path, samples=8, global_batch=4, save_every=100)
-    _, steps, _ = alone(tmp_path, generation=2, samples=8, global_batch=8, epochs=2, save_every=100)
-    assert steps == "3"  # epochs of one step would be two
+def test_the_last_state_is_saved_after_a_change_of_the_batch_size(tmp_path, train_here):
+    train_here(tmp_path, samples=8, global_batch=4, save_every=100)
+    _, steps, _ = train_here(
+        tmp_path, generation=2, samples=8, global_batch=8, epochs=2, save_every=100
+    )
+    assert steps == "3"  # two epochs of one step would have been two steps
     checkpoints = CheckpointManager(tmp_path / "checkpoints")
     assert checkpoints.load()["progress"]["step"] == checkpoints.latest() == 3
     assert checkpoints.load()["sampler"]["epoch"] == 1
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "sentence"),
+    ("before", "after", "message"),
     [
         (3, 2, "count is 2 and 3: the weights would be different"),
         (3, 0, "the state has no 'logical', which was saved"),
         (0, 2, "nothing was saved under 'logical'"),
     ],
 )
-def test_another_number_of_logical_workers_is_refused(tmp_path, alone, before, after, sentence):
-    alone(tmp_path, samples=8, logical_workers=before)
-    with pytest.raises(ElasticError, match=sentence):
-        alone(tmp_path, samples=8, logical_workers=after, epochs=2)
+def test_a_changed_number_of_logical_workers_is_rejected(
+    tmp_path, train_here, before, after, message
+):
+    train_here(tmp_path, samples=8, logical_workers=before)
+    with pytest.raises(ElasticError, match=message):
+        train_here(tmp_path, samples=8, logical_workers=after, epochs=2)
 
 
-LEFT = """
+TRAIN_AND_LIST_THREADS = """
 import contextlib, os, sys, time
 from elasticlib.examples import train_text
 train_text.main(train_text.parse_args(sys.argv[1:]))
 
-def of_gloo():
+def gloo_threads():
     for task in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/comm") as name:
             if "gloo" in name.read():
                 yield task
 
-# Of a thread that was joined something is shown until the kernel has done with it.
+# The kernel may show a thread for a moment after it was joined.
 deadline = time.monotonic() + 5
-while left := [*of_gloo()]:
+while left := [*gloo_threads()]:
     assert time.monotonic() < deadline, left
 """
 
 
-def test_alone_and_without_a_launcher_it_trains_and_leaves_no_thread_behind(tmp_path):
-    """A gloo thread that outlives the group aborts the process now and then, at its very end."""
+def test_training_without_a_launcher_leaves_no_gloo_thread(tmp_path):
+    """A gloo thread that outlives the process group sometimes aborts the process at its exit."""
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}
     done = subprocess.run(
-        [sys.executable, "-c", LEFT, *flags(tmp_path, samples=16)],
+        [sys.executable, "-c", TRAIN_AND_LIST_THREADS, *flags(tmp_path, samples=16)],
         env=environment,
         capture_output=True,
         text=True,

@@ -1,6 +1,8 @@
-"""Where nodes find each other: IPv6, names that mean something else on each host, shared ports."""
+"""Nodes connect over IPv6, by names that differ in meaning between hosts, and at one port."""
 
 from __future__ import annotations
+
+import re
 
 import pytest
 from hosts import NETWORK, PORT, Cluster
@@ -12,7 +14,7 @@ QUICK = ("--rdzv-conf", "last_call_timeout=0.3")
 SHORT_LEASE = ("--rdzv-conf", "keep_alive_interval=0.2,last_call_timeout=0.3")
 
 
-def test_a_job_meets_over_ipv6_and_its_workers_meet_there_too(cluster: Cluster) -> None:
+def test_agents_and_workers_connect_over_ipv6(cluster: Cluster) -> None:
     hosts = cluster.add_hosts(2)
     flags = ("--nnodes", "2", "--rdzv-endpoint", f"[{hosts[0].address6}]:{PORT}", *QUICK)
     nodes = [host.start_agent(*flags) for host in hosts]
@@ -23,7 +25,7 @@ def test_a_job_meets_over_ipv6_and_its_workers_meet_there_too(cluster: Cluster) 
     assert [node.exit_code() for node in nodes] == [0, 0]
 
 
-def test_torch_sums_over_ipv6_between_hosts(cluster: Cluster) -> None:
+def test_all_reduce_between_hosts_works_over_ipv6(cluster: Cluster) -> None:
     hosts = cluster.add_hosts(2)
     for host in hosts:
         host.set_known_names({other.name: other.address6 for other in hosts})
@@ -36,10 +38,10 @@ def test_torch_sums_over_ipv6_between_hosts(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("first", ["the named host", "another host"])
-def test_a_host_whose_own_name_is_loopback_to_itself_serves_the_others(
+def test_a_host_that_resolves_its_own_name_to_loopback_serves_the_others(
     cluster: Cluster, first: str
 ) -> None:
-    """As Debian writes /etc/hosts: h1 is 127.0.1.1 on h1, and its real address elsewhere."""
+    """Debian writes /etc/hosts like this: on h1, the name h1 is 127.0.1.1."""
     hosts = cluster.add_hosts(3)
     for host in hosts:
         names = {other.name: other.address for other in hosts}
@@ -54,27 +56,29 @@ def test_a_host_whose_own_name_is_loopback_to_itself_serves_the_others(
     assert [node.exit_code() for node in nodes] == [0, 0, 0]
 
 
-def test_two_jobs_on_one_port_are_told_apart_by_name(cluster: Cluster) -> None:
+def test_an_agent_at_the_store_of_another_job_fails_with_both_job_ids(cluster: Cluster) -> None:
     one, other = cluster.add_hosts(2)
     flags = ("--nnodes", "1:2", "--rdzv-endpoint", f"{one.address}:{PORT}", *QUICK)
     first = one.start_agent(*flags, "--rdzv-id", "ada")
     reports = cluster.job.wait_for_world(1)
     second = other.start_agent(*flags, "--rdzv-id", "grace")
     assert second.exit_code(20.0) == 1
-    told = [line for line in second.text.splitlines() if "ada" in line]
-    assert told
-    assert all("grace" in line for line in told), second.text
+    errors = [line for line in second.text.splitlines() if "ada" in line]
+    assert errors
+    assert all("grace" in line for line in errors), second.text
     assert "Traceback" not in second.text
     cluster.job.finish()
     assert first.exit_code() == 0
     assert not cluster.job.reports(generation_of(reports) + 1)
 
 
-def test_a_name_that_comes_to_mean_a_host_only_after_its_agent_started_is_hosted_there(
+def test_a_node_hosts_the_store_once_the_endpoint_name_resolves_to_it(
     cluster: Cluster,
 ) -> None:
-    """As DNS does with a container that was just started: it says something old, or nothing (see
-    tests/integrations/test_kubernetes.py)."""
+    """DNS may have an old address of a container that was just started, or none.
+
+    tests/integrations/test_kubernetes.py tests a name without any address.
+    """
     hosts = cluster.add_hosts(2)
     for host in hosts:
         host.set_known_names({"train-0.train": f"{NETWORK}.99"})
@@ -90,17 +94,20 @@ def test_a_name_that_comes_to_mean_a_host_only_after_its_agent_started_is_hosted
     cluster.job.finish()
     assert [node.exit_code() for node in nodes] == [0, 0]
     for node in nodes:
-        lines = [line.partition(" ")[2] for line in node.text.splitlines() if "another pr" in line]
-        assert len(set(lines)) == len(lines)
+        # Each decision is logged once, although the agents try again and again.
+        decisions = re.findall(r"waiting for the store at .*", node.text)
+        assert decisions
+        assert len(set(decisions)) == len(decisions), node.text
 
 
-def test_the_first_of_fixed_ranks_waits_for_its_own_name_to_mean_it(cluster: Cluster) -> None:
+def test_static_rank_0_waits_until_the_master_name_resolves_to_it(cluster: Cluster) -> None:
     hosts = [cluster.add_host("train-0"), cluster.add_host("train-1")]
     for host in hosts:
         host.set_known_names({"train-0.train": f"{NETWORK}.99"})
-    place = ("--master-addr", "train-0.train", "--rdzv-conf", "keep_alive_interval=0.2")
+    master = ("--master-addr", "train-0.train", "--rdzv-conf", "keep_alive_interval=0.2")
     nodes = [
-        host.start_agent("--nnodes=2", f"--node-rank={n}", *place) for n, host in enumerate(hosts)
+        host.start_agent("--nnodes=2", f"--node-rank={rank}", *master)
+        for rank, host in enumerate(hosts)
     ]
     nodes[0].wait_for_log("will host the store at train-0.train:29500 once that name resolves")
     for host in hosts:
@@ -110,7 +117,7 @@ def test_the_first_of_fixed_ranks_waits_for_its_own_name_to_mean_it(cluster: Clu
     assert [node.exit_code() for node in nodes] == [0, 0]
 
 
-def test_a_host_that_must_serve_at_anothers_name_says_so_at_once(cluster: Cluster) -> None:
+def test_rank_0_that_cannot_host_at_the_master_address_fails_at_once(cluster: Cluster) -> None:
     one, _ = cluster.add_hosts(2)
     node = one.start_agent(
         "--nnodes", "2", "--node-rank=0", "--master-addr=h2", f"--master-port={PORT}"
@@ -120,10 +127,10 @@ def test_a_host_that_must_serve_at_anothers_name_says_so_at_once(cluster: Cluste
     assert "set --rdzv-conf is_host=true on this node" in node.text
 
 
-def test_who_hosts_alone_by_an_old_meaning_of_the_name_goes_where_it_has_come_to_lead(
+def test_a_node_that_hosts_at_an_outdated_address_joins_the_store_at_the_new_one(
     cluster: Cluster,
 ) -> None:
-    """As where DNS still says an address of the first pod's that is another pod's by now."""
+    """DNS may still have an address that was the first pod's and is now that of another pod."""
     hosts = cluster.add_hosts(2)
     for host in hosts:
         host.set_known_names({"train-0.train": host.address})
@@ -138,7 +145,7 @@ def test_who_hosts_alone_by_an_old_meaning_of_the_name_goes_where_it_has_come_to
     assert [node.exit_code() for node in nodes] == [0, 0]
 
 
-def test_a_name_of_several_machines_is_refused(cluster: Cluster) -> None:
+def test_an_endpoint_name_that_resolves_to_several_machines_is_rejected(cluster: Cluster) -> None:
     one, two = cluster.add_hosts(2)
     two.add_host_lines(f"{one.address} train", f"{two.address} train")
     node = two.start_agent("--nnodes", "2", "--rdzv-endpoint", f"train:{PORT}")

@@ -1,4 +1,4 @@
-"""A job goes on while etcd's members die, elect another leader, and come back."""
+"""The job continues while etcd members are killed, elect another leader, and are restarted."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ QUICK = "keep_alive_interval=0.4,keep_alive_max_attempt=5,last_call_timeout=0.3"
 LEASE = 2.0
 
 
-def flags(hosts: list[Host], nodes: str) -> tuple[str, ...]:
+def agent_flags(hosts: list[Host], nodes: str) -> tuple[str, ...]:
     return (*member_flags(hosts), "--rdzv-conf", QUICK, "--nnodes", nodes)
 
 
-def test_workers_go_on_when_the_leading_member_is_killed(cluster: Cluster) -> None:
+def test_workers_keep_running_when_the_etcd_leader_is_killed(cluster: Cluster) -> None:
     hosts = cluster.add_hosts(3)
     members = start_three_members(cluster, hosts)
     dead = find_leader(members)
-    # Asked first, so that all must find another.
+    # All agents use this member first, so that all have to switch to another.
     ordered = sorted(hosts, key=lambda host: host.name != dead)
-    nodes = [host.start_agent(*flags(ordered, "1:3")) for host in hosts]
+    nodes = [host.start_agent(*agent_flags(ordered, "1:3")) for host in hosts]
     before = cluster.job.wait_for_world(3)
     members.pop(dead).kill()
     wait_until("another leader", lambda: find_leader(members))
     cluster.job.check_unchanged(before, 1.5 * LEASE)
     assert not cluster.job.reports(generation_of(before) + 1)
-    # And it can still change: a member's death is noticed as before.
+    # The job can still change: the agents detect that one of them was killed.
     nodes.pop().kill()
     cluster.job.wait_for_world(2, after=generation_of(before))
     cluster.job.finish()
     assert [node.exit_code() for node in nodes] == [0, 0]
 
 
-def test_the_job_goes_on_without_a_host_that_took_the_leading_member_with_it(
+def test_the_job_continues_without_the_host_of_the_etcd_leader(
     cluster: Cluster,
 ) -> None:
     hosts = cluster.add_hosts(3)
     dead = find_leader(start_three_members(cluster, hosts))
-    # Asked last: what becomes of those who ask a silent member is test_store_loss's.
+    # No agent uses this member first. test_store_loss.py tests agents with a silent member.
     ordered = sorted(hosts, key=lambda host: host.name == dead)
-    nodes = {host.name: host.start_agent(*flags(ordered, "1:3")) for host in hosts}
+    nodes = {host.name: host.start_agent(*agent_flags(ordered, "1:3")) for host in hosts}
     before = cluster.job.wait_for_world(3)
     del nodes[dead]
     cluster.hosts[dead].power_off()
@@ -58,18 +58,20 @@ def test_the_job_goes_on_without_a_host_that_took_the_leading_member_with_it(
     assert [node.exit_code() for node in nodes.values()] == [0, 0]
 
 
-def test_workers_go_on_while_etcd_is_away_and_comes_back_with_its_data(cluster: Cluster) -> None:
+def test_workers_keep_running_while_etcd_is_down_and_restarts_with_its_data(
+    cluster: Cluster,
+) -> None:
     home = cluster.add_host("store")
     server = cluster.create_etcd(home, f"{home.address}:{ETCD_PORT}")
     server.start()
-    nodes = [host.start_agent(*flags([home], "1:2")) for host in cluster.add_hosts(2)]
+    nodes = [host.start_agent(*agent_flags([home], "1:2")) for host in cluster.add_hosts(2)]
     before = cluster.job.wait_for_world(2)
     server.kill()
     cluster.job.check_unchanged(before, 1.5 * LEASE)
     server.start()
     cluster.job.check_unchanged(before, 1.5 * LEASE)
     assert not cluster.job.reports(generation_of(before) + 1)
-    # And it can still change: a member's death is noticed as before.
+    # The job can still change: the agents detect that one of them was killed.
     nodes.pop(0).kill()
     (after,) = cluster.job.wait_for_world(1, after=generation_of(before))
     assert after["node"] == nodes[0].name

@@ -1,4 +1,4 @@
-"""A link is cut and mended: packets vanish meanwhile, and no error tells anybody."""
+"""A host is cut off from the network for a while: packets are lost without any error."""
 
 from __future__ import annotations
 
@@ -15,41 +15,35 @@ QUICK = ("--rdzv-conf", "keep_alive_interval=0.2,keep_alive_max_attempt=5,last_c
 
 @pytest.mark.parametrize("cut", ["the first", "the last"])
 @pytest.mark.parametrize("backend", REMOTE)
-def test_a_host_that_was_cut_off_comes_back_as_a_newcomer(
+def test_a_host_that_was_cut_off_rejoins_with_the_last_rank(
     cluster: Cluster, backend: str, cut: str
 ) -> None:
-    flags = (
-        *cluster.start_rendezvous(backend),
-        *QUICK,
-        "--nnodes",
-        "1:3",
-        "--shutdown-timeout",
-        "0.5",
-    )
-    # Workers that take their time to stop: none may be started beside them.
+    timeout = ("--shutdown-timeout", "0.5")
+    flags = (*cluster.start_rendezvous(backend), *QUICK, "--nnodes", "1:3", *timeout)
+    # Workers that stop late: no others may be started before they have exited.
     nodes = [host.start_agent(*flags, worker=("ignore-term",)) for host in cluster.add_hosts(3)]
     before = cluster.job.wait_for_world(3)
-    theirs = before[0 if cut == "the first" else 2]
-    lonely = cluster.host_of(theirs)
-    lonely.link_down()
+    cut_worker = before[0 if cut == "the first" else 2]
+    cut_host = cluster.host_of(cut_worker)
+    cut_host.link_down()
     without = cluster.job.wait_for_world(2, after=generation_of(before))
     check_consistent_world(without)
     cluster.check_reachable(without)
-    assert lonely.name not in {report["node"] for report in without}
-    # It cannot know yet that it was replaced, and nobody has told it to stop.
-    assert is_alive(theirs["pid"])
-    lonely.link_up()
+    assert cut_host.name not in {report["node"] for report in without}
+    # The host that is cut off cannot know yet that the others continue without it.
+    assert is_alive(cut_worker["pid"])
+    cut_host.link_up()
     again = cluster.job.wait_for_world(3, after=generation_of(without))
     check_consistent_world(again)
     cluster.check_reachable(again)
-    assert not is_alive(theirs["pid"])
-    assert again[2]["node"] == lonely.name, "newcomers come behind those who stayed"
+    assert not is_alive(cut_worker["pid"])
+    assert again[2]["node"] == cut_host.name, "nodes that join get the last ranks"
     assert {report["TORCHELASTIC_RESTART_COUNT"] for report in again} == {"0"}
     cluster.job.finish()
     assert [node.exit_code() for node in nodes] == [0, 0, 0]
 
 
-def test_a_cut_that_is_shorter_than_the_lease_changes_nothing(cluster: Cluster) -> None:
+def test_a_network_cut_shorter_than_the_lease_has_no_effect(cluster: Cluster) -> None:
     conf = ("--rdzv-conf", "last_call_timeout=0.3")
     flags = (*cluster.start_rendezvous("tcp"), *conf, "--nnodes", "1:2")
     nodes = [host.start_agent(*flags) for host in cluster.add_hosts(2)]

@@ -1,4 +1,4 @@
-"""Workers crash, agents are killed and signalled: rows A8, A9, A11, A19 and A20."""
+"""Workers crash, and agents are killed or get signals: no process is left."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from elasticlib.testing.waiting import wait_until
 
 pytestmark = pytest.mark.faults
 
-ALONE = ("--standalone", "--nproc-per-node", "2")
+TWO_WORKERS = ("--standalone", "--nproc-per-node", "2")
 METHODS = pytest.mark.parametrize("method", ["spawn", "forkserver"])
 
 
-def run(job: Job, method: str, *flags: str, worker: tuple[str, ...]) -> Node:
-    """An agent whose workers use no torch, nor does their fork server."""
-    flags = (*ALONE, f"--start-method={method}", *flags)
+def start_agent(job: Job, method: str, *flags: str, worker: tuple[str, ...]) -> Node:
+    """Start an agent whose workers and fork server use no torch."""
+    flags = (*TWO_WORKERS, f"--start-method={method}", *flags)
     return job.start_agent("a", *flags, worker=worker, PYTHONPATH=WITHOUT_TORCH)
 
 
@@ -28,20 +28,19 @@ def run(job: Job, method: str, *flags: str, worker: tuple[str, ...]) -> Node:
     ("method", "number"),
     [("spawn", signal.SIGKILL), ("forkserver", signal.SIGKILL), ("forkserver", signal.SIGUSR1)],
 )
-def test_a8_nothing_outlives_an_agent_that_was_killed(
-    job: Job, method: str, number: signal.Signals
-) -> None:
-    agent = run(job, method, worker=("ignore-term", "child"))
+def test_no_process_outlives_a_killed_agent(job: Job, method: str, number: signal.Signals) -> None:
+    agent = start_agent(job, method, worker=("ignore-term", "child"))
     reports = job.wait_for_world(2)
     agent.signal(number)
     job.wait_until_gone()
     assert agent.exit_code() == -number
-    assert not any(is_alive(p[kind]) for p in reports for kind in ("pid", "child"))
+    pids = [report[kind] for report in reports for kind in ("pid", "child")]
+    assert not any(map(is_alive, pids))
 
 
 @METHODS
-def test_a9_the_child_of_a_crashed_worker_goes_with_it(job: Job, method: str) -> None:
-    agent = run(job, method, "--max-restarts", "1", worker=("child",))
+def test_the_child_of_a_crashed_worker_is_killed(job: Job, method: str) -> None:
+    agent = start_agent(job, method, "--max-restarts", "1", worker=("child",))
     before = job.wait_for_world(2)
     os.kill(before[0]["pid"], signal.SIGKILL)
     after = job.wait_for_world(2, after=generation_of(before))
@@ -54,8 +53,8 @@ def test_a9_the_child_of_a_crashed_worker_goes_with_it(job: Job, method: str) ->
 
 
 @METHODS
-def test_a11_an_ignored_hangup_stays_ignored(job: Job, method: str) -> None:
-    command = job.agent_command(*ALONE, f"--start-method={method}")
+def test_a_hangup_that_was_ignored_at_start_stays_ignored(job: Job, method: str) -> None:
+    command = job.agent_command(*TWO_WORKERS, f"--start-method={method}")
     agent = job.start("a", "nohup", *command, PYTHONPATH=WITHOUT_TORCH)
     reports = job.wait_for_world(2)
     for pid in (agent.pid, *(report["pid"] for report in reports)):
@@ -65,8 +64,8 @@ def test_a11_an_ignored_hangup_stays_ignored(job: Job, method: str) -> None:
     assert not job.reports(generation_of(reports) + 1)
 
 
-def test_a19_an_agent_that_is_asked_to_leave_says_so_and_leaves_nothing(job: Job) -> None:
-    agent = job.start_agent("a", *ALONE)
+def test_an_agent_that_gets_sigterm_reports_it_and_leaves_no_process(job: Job) -> None:
+    agent = job.start_agent("a", *TWO_WORKERS)
     job.wait_for_world(2)
     agent.signal(signal.SIGTERM)
     assert agent.exit_code() == 128 + signal.SIGTERM
@@ -76,8 +75,10 @@ def test_a19_an_agent_that_is_asked_to_leave_says_so_and_leaves_nothing(job: Job
 
 
 @METHODS
-def test_a_worker_that_is_deaf_to_sigterm_is_killed_after_the_grace(job: Job, method: str) -> None:
-    agent = run(job, method, "--shutdown-timeout", "0.5", worker=("ignore-term",))
+def test_a_worker_that_ignores_sigterm_is_killed_after_the_shutdown_timeout(
+    job: Job, method: str
+) -> None:
+    agent = start_agent(job, method, "--shutdown-timeout", "0.5", worker=("ignore-term",))
     job.wait_for_world(2)
     agent.signal(signal.SIGINT)
     assert agent.exit_code() == 128 + signal.SIGINT
@@ -86,7 +87,7 @@ def test_a_worker_that_is_deaf_to_sigterm_is_killed_after_the_grace(job: Job, me
 
 
 @pytest.mark.parametrize("where", ["store is there", "store is not"])
-def test_a20_a_waiting_node_leaves_when_it_is_asked_to(job: Job, where: str) -> None:
+def test_a_waiting_node_leaves_on_sigterm(job: Job, where: str) -> None:
     endpoint = job.start_store() if where == "store is there" else "localhost:1"
     agent = job.start_agent(
         "a", "--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-conf", "is_host=false"
@@ -97,21 +98,21 @@ def test_a20_a_waiting_node_leaves_when_it_is_asked_to(job: Job, where: str) -> 
     assert "Traceback" not in agent.text
 
 
-def run_with_deferred_import(job: Job, text: str) -> Node:
-    """An agent whose fork server imports a module of this text once its workers have begun."""
+def start_with_deferred_import(job: Job, text: str) -> Node:
+    """Start an agent whose fork server imports this module after its workers have started."""
     modules = job.folder / "modules"
     shutil.copytree(PROGRAMS / "stub_torch", modules)
-    begins = f"open({str(job.folder / 'begun')!r}, 'w').close()\n"
-    (modules / "torch" / "_dynamo.py").write_text(begins + text)
+    report_start = f"open({str(job.folder / 'started')!r}, 'w').close()\n"
+    (modules / "torch" / "_dynamo.py").write_text(report_start + text)
     paths = os.pathsep.join((str(modules), WITHOUT_TORCH))
-    flags = (*ALONE, "--start-method=forkserver", "--max-restarts", "1")
+    flags = (*TWO_WORKERS, "--start-method=forkserver", "--max-restarts", "1")
     return job.start_agent("a", *flags, PYTHONPATH=paths)
 
 
-def test_a_module_that_fails_when_it_is_imported_late_costs_no_worker_and_no_restart(
+def test_a_deferred_import_that_fails_affects_no_worker_and_uses_no_restart(
     job: Job,
 ) -> None:
-    agent = run_with_deferred_import(job, "raise RuntimeError('as if it were broken')")
+    agent = start_with_deferred_import(job, "raise RuntimeError('as if it were broken')")
     reports = job.wait_for_world(2)
     agent.wait_for_log("torch._dynamo cannot be imported: RuntimeError: as if it were broken")
     assert sorted(find_workers(agent.pid)) == sorted(report["pid"] for report in reports)
@@ -122,16 +123,16 @@ def test_a_module_that_fails_when_it_is_imported_late_costs_no_worker_and_no_res
     assert "SIGKILL" not in agent.text
 
 
-def test_a_worker_that_is_killed_while_a_module_is_imported_late_is_restarted_at_once(
+def test_a_worker_killed_during_a_deferred_import_is_restarted_at_once(
     job: Job,
 ) -> None:
     os.mkfifo(job.folder / "pipe")
-    agent = run_with_deferred_import(job, f"open({str(job.folder / 'pipe')!r}).read()")
+    agent = start_with_deferred_import(job, f"open({str(job.folder / 'pipe')!r}).read()")
     before = job.wait_for_world(2)
-    wait_until("the import to begin", (job.folder / "begun").exists)
+    wait_until("the import to start", (job.folder / "started").exists)
     os.kill(before[0]["pid"], signal.SIGKILL)
     after = job.wait_for_world(2, after=generation_of(before))
-    # Forked by the same server, which would have been given up if it had not answered.
+    # The same fork server has forked them; the agent would have replaced one that does not answer.
     assert sorted(find_workers(agent.pid)) == sorted(report["pid"] for report in after)
     agent.signal(signal.SIGTERM)
     assert agent.exit_code() == 128 + signal.SIGTERM

@@ -1,5 +1,7 @@
-"""Workers and nodes are killed, and the snapshots of their last steps are found: in memory, and on
-the disk when the job ends; and nothing is left of them in shared memory."""
+"""Snapshots of the last step survive killed workers and nodes, and are written at the end.
+
+No file is left in shared memory.
+"""
 
 from __future__ import annotations
 
@@ -23,48 +25,50 @@ WORKER = str(PROGRAMS / "snapshot_worker.py")
 QUICK = ("--monitor-interval", "0.02")
 
 
-def run(job: Job, name: str, *flags: str, worker: tuple[str, ...]) -> Node:
+def start_node(job: Job, name: str, *flags: str, worker: tuple[str, ...]) -> Node:
     return job.start(name, *LAUNCH, *QUICK, *flags, WORKER, str(job.folder), *worker)
 
 
-def progress(job: Job, rank: int = 0) -> tuple[int, int]:
-    """The last step that this rank has begun to snapshot, and the last that is done."""
+def read_progress(job: Job, rank: int = 0) -> tuple[int, int]:
+    """Return the steps of the last snapshot that this rank has started and has completed."""
     data = (job.folder / "ranks.progress").read_bytes()
-    begun, done = struct.unpack_from("qq", data, 16 * rank)
-    return begun, done
+    started, completed = struct.unpack_from("qq", data, 16 * rank)
+    return started, completed
 
 
 def permit(job: Job, step: int) -> None:
+    """Let the workers make steps up to this one."""
     (job.folder / "permit.part").write_text(str(step))
     (job.folder / "permit.part").rename(job.folder / "permit")
 
 
-def test_a_worker_killed_while_it_snapshots_leaves_the_last_whole_one_and_a_drain_writes_it(
+def test_a_worker_killed_during_a_snapshot_leaves_the_last_complete_one_for_a_drain(
     job: Job, kills: int
 ) -> None:
     flags = ("--standalone", "--max-restarts", "1000")
-    agent = run(job, "a", *flags, worker=("size", str(1 << 21)))
-    generation, halves, begun, done = 0, 0, 0, 0
+    agent = start_node(job, "a", *flags, worker=("size", str(1 << 21)))
+    generation, num_incomplete, started, completed = 0, 0, 0, 0
     for _ in range(kills):
         (report,) = job.wait_for_world(1, after=generation)
         assert report["wrong"] == []
-        assert (report["held"][0][0] if report["held"] else 0) in {begun, done}, "a step was lost"
-        generation, before = generation_of([report]), done
-        wait_until("two more", lambda before=before: progress(job)[1] >= before + 2)
-        wait_until("one begun", lambda: progress(job)[0] > progress(job)[1])
+        newest = report["snapshots"][0][0] if report["snapshots"] else 0
+        assert newest in {started, completed}, "a step was lost"
+        generation, before = generation_of([report]), completed
+        wait_until("two more snapshots", lambda before=before: read_progress(job)[1] >= before + 2)
+        wait_until("an incomplete snapshot", lambda: read_progress(job)[0] > read_progress(job)[1])
         os.kill(report["pid"], signal.SIGKILL)
-        wait_until("its end", lambda pid=report["pid"]: not is_alive(pid))
-        begun, done = progress(job)
-        halves += begun > done
-    assert halves > kills // 2, "they were to be killed in the middle"
+        wait_until("the worker to exit", lambda pid=report["pid"]: not is_alive(pid))
+        started, completed = read_progress(job)
+        num_incomplete += started > completed
+    assert num_incomplete > kills // 2, "most workers were not killed during a snapshot"
     (report,) = job.wait_for_world(1, after=generation)
-    wait_until("a step", lambda: progress(job)[1] > done)
+    wait_until("a step", lambda: read_progress(job)[1] > completed)
     agent.signal(signal.SIGUSR2)
     assert agent.exit_code() == 75
-    begun, done = progress(job)
+    started, completed = read_progress(job)
     manager = CheckpointManager(job.folder / "disk")
     (written,) = manager.steps()
-    assert written in {begun, done}
+    assert written in {started, completed}
     agent.wait_for_log(f"last checkpoint: step {written}")
     state = manager.load()
     assert (state["step"], set(state["numbers"].tolist())) == (written, {float(written)})
@@ -72,14 +76,14 @@ def test_a_worker_killed_while_it_snapshots_leaves_the_last_whole_one_and_a_drai
     assert not Path(report["memory"]).exists()
 
 
-def test_a_second_sigterm_gives_up_a_final_write_that_waits_for_another_node(job: Job) -> None:
+def test_a_second_sigterm_cancels_a_final_write_that_waits_for_another_node(job: Job) -> None:
     permit(job, 5)
     flags = ("--nnodes", "2", "--rdzv-endpoint", job.start_store())
-    # No lease ends: the stopped node counts as one that may still say which parts it has.
+    # No lease expires, so that the stopped node counts as one that may still report its parts.
     flags = (*flags, "--rdzv-conf", "keep_alive_max_attempt=1000")
-    nodes = {name: run(job, name, *flags, worker=("parts", "paced")) for name in "ab"}
+    nodes = {name: start_node(job, name, *flags, worker=("parts", "paced")) for name in "ab"}
     job.wait_for_world(2)
-    wait_until("step 5", lambda: [progress(job, rank)[1] for rank in (0, 1)] == [5, 5])
+    wait_until("step 5", lambda: [read_progress(job, rank)[1] for rank in (0, 1)] == [5, 5])
     nodes["b"].signal(signal.SIGSTOP)
     nodes["a"].signal(signal.SIGTERM)
     nodes["a"].wait_for_log("still writing the last snapshots, .*; a further SIGTERM gives them up")
@@ -93,52 +97,55 @@ def test_a_second_sigterm_gives_up_a_final_write_that_waits_for_another_node(job
     nodes["b"].kill()
 
 
-def held_by(folder: str, step: int, owner: str, parts: set[int]) -> bool:
-    """Whether an agent's memory has these parts of a step from `owner`."""
-    found = snapshot_slots.list_snapshots(folder)
-    return parts <= {o.header.part for o in found if (o.header.step, o.owner) == (step, owner)}
+def has_parts(folder: str, step: int, owner: str, parts: set[int]) -> bool:
+    """Return True if an agent's memory has these parts of a step from `owner`."""
+    snapshots = snapshot_slots.list_snapshots(folder)
+    selected = [one for one in snapshots if (one.header.step, one.owner) == (step, owner)]
+    return parts <= {one.header.part for one in selected}
 
 
-def test_a_node_that_is_killed_leaves_its_last_snapshot_with_its_buddy_and_nothing_in_memory(
+def test_the_last_snapshot_of_a_killed_node_survives_on_its_peer_and_its_memory_is_removed(
     job: Job,
 ) -> None:
     permit(job, 5)
     meet = ("--nnodes", "1:2", "--nproc-per-node", "2", "--rdzv-endpoint", job.start_store())
-    # Both begin together: who began alone would come to step 5 as well, and be held there.
+    # Both nodes must be in the first generation: a single one would make all permitted steps.
     flags = (*meet, "--rdzv-conf", "last_call_timeout=60", "--snapshot-replicas", "1")
-    nodes = {name: run(job, name, *flags, worker=("parts", "paced")) for name in "ab"}
+    nodes = {name: start_node(job, name, *flags, worker=("parts", "paced")) for name in "ab"}
     reports = job.wait_for_world(4)
-    stays, goes = reports[0], reports[2]
-    wait_until("replicas", lambda: held_by(stays["memory"], 5, "1", {2, 3}))
-    wait_until("replicas", lambda: held_by(goes["memory"], 5, "0", {0, 1}))
-    # In the middle of the next one, perhaps, its workers and then the agent, which is not to see
-    # that they are gone.
+    remaining, lost = reports[0], reports[2]
+    wait_until("replicas", lambda: has_parts(remaining["memory"], 5, "1", {2, 3}))
+    wait_until("replicas", lambda: has_parts(lost["memory"], 5, "0", {0, 1}))
+    # The workers are killed, perhaps during the next snapshot. The agent is stopped before, so that
+    # it does not detect this, and is killed then.
     permit(job, 6)
-    nodes[goes["node"]].signal(signal.SIGSTOP)
+    nodes[lost["node"]].signal(signal.SIGSTOP)
     for report in reports[2:]:
         os.kill(report["pid"], signal.SIGKILL)
-    nodes[goes["node"]].kill()
-    left = job.wait_for_world(2, after=generation_of(reports))
-    assert {report["node"] for report in left} == {stays["node"]}
-    for report in left:
+    nodes[lost["node"]].kill()
+    restarted = job.wait_for_world(2, after=generation_of(reports))
+    assert {report["node"] for report in restarted} == {remaining["node"]}
+    for report in restarted:
         assert report["wrong"] == []
-        of_step: dict[int, set[int]] = {}
-        for step, part, parts in report["held"]:
+        parts_by_step: dict[int, set[int]] = {}
+        for step, part, parts in report["snapshots"]:
             assert parts == 4
-            of_step.setdefault(step, set()).add(part)
-        newest = max(step for step, parts in of_step.items() if parts == {0, 1, 2, 3})
+            parts_by_step.setdefault(step, set()).add(part)
+        newest = max(step for step, parts in parts_by_step.items() if parts == {0, 1, 2, 3})
         assert newest in (5, 6)
-    wait_until("the dead one's memory to be gone", lambda: not Path(goes["memory"]).exists())
-    # The smaller world goes on, and when it stands on its own what the larger one left goes.
+    wait_until(
+        "the memory of the killed node to be removed", lambda: not Path(lost["memory"]).exists()
+    )
+    # Once the smaller world has snapshots of its own, those of the larger world are removed.
     permit(job, 9)
-    wait_until("steps", lambda: [progress(job, rank)[1] for rank in (0, 1)] == [9, 9])
-    assert {found.era for found in snapshot_slots.list_snapshots(stays["memory"])} == {1}
-    assert {found.header.parts for found in snapshot_slots.list_snapshots(stays["memory"])} == {2}
-    (job.folder / "disk").touch()  # where a folder is to be
-    survivor = nodes[stays["node"]]
+    wait_until("step 9", lambda: [read_progress(job, rank)[1] for rank in (0, 1)] == [9, 9])
+    assert {one.era for one in snapshot_slots.list_snapshots(remaining["memory"])} == {1}
+    assert {one.header.parts for one in snapshot_slots.list_snapshots(remaining["memory"])} == {2}
+    (job.folder / "disk").touch()  # a file in place of the directory
+    survivor = nodes[remaining["node"]]
     survivor.signal(signal.SIGUSR2)
     assert survivor.exit_code() == 75
     survivor.wait_for_log(
         r"DRAINED: received SIGUSR2; the snapshot of step 9 was not written to .*disk"
     )
-    assert not Path(stays["memory"]).exists()
+    assert not Path(remaining["memory"]).exists()

@@ -1,4 +1,4 @@
-"""Row A6: the store dies, is cut off or comes back empty, and those who work go on working."""
+"""The store is lost, is cut off or restarts empty, and the workers keep running."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ LEASE = 1.0
 REMOTE = ["tcp", pytest.param("etcd", marks=needs_etcd)]
 
 
-def at(*hosts: Host) -> tuple[str, ...]:
-    """The flags of a job that meets at these hosts, on which its own agents serve the store."""
+def hosted_at(*hosts: Host) -> tuple[str, ...]:
+    """Return the flags of a job whose agents host the store on one of these hosts."""
     return ("--rdzv-endpoint", ",".join(f"{host.address}:{PORT}" for host in hosts), *QUICK)
 
 
-def end_well(job: Job, nodes: list[Node]) -> None:
+def finish_job(job: Job, nodes: list[Node]) -> None:
+    """Let the workers exit, and check that these nodes succeed."""
     job.finish()
     assert [node.exit_code() for node in nodes] == [0] * len(nodes), job.logs
 
 
-def _others(reports: list[dict[str, object]], host: Host) -> list[dict[str, object]]:
+def without_host(reports: list[dict[str, object]], host: Host) -> list[dict[str, object]]:
+    """Return the reports of the workers on other hosts."""
     return [report for report in reports if report["node"] != host.name]
 
 
@@ -36,11 +38,11 @@ def _others(reports: list[dict[str, object]], host: Host) -> list[dict[str, obje
 
 
 @pytest.mark.parametrize("how", ["killed", "without power"])
-def test_a6_workers_go_on_without_the_agent_that_hosts_the_store_until_it_is_back(
+def test_workers_keep_running_until_the_agent_that_hosts_the_store_is_back(
     cluster: Cluster, how: str
 ) -> None:
     first, *_ = hosts = cluster.add_hosts(3)
-    # With a last call that is longer than those who remember take to come back.
+    # The last call is longer than the nodes of the generation take to reach the store again.
     conf = ("--rdzv-conf", "keep_alive_interval=0.2,keep_alive_max_attempt=5")
     flags = ("--nnodes", "1:3", "--rdzv-endpoint", f"{first.address}:{PORT}", *conf)
     agents = [host.start_agent(*flags) for host in hosts]
@@ -49,29 +51,29 @@ def test_a6_workers_go_on_without_the_agent_that_hosts_the_store_until_it_is_bac
         agents[0].kill()
     else:
         first.power_off()
-    cluster.job.check_unchanged(_others(before, first), 3 * LEASE)
+    cluster.job.check_unchanged(without_host(before, first), 3 * LEASE)
     if how == "without power":
         first.power_on()
     again = first.start_agent(*flags)
     after = cluster.job.wait_for_world(3, after=generation_of(before))
     check_consistent_world(after)
     cluster.check_reachable(after)
-    # The same job: its numbers go on, and the return is a resize, which charges nobody.
+    # It is the same job: its generations continue, and the resize uses no restart.
     assert generation_of(after) == generation_of(before) + 1
     assert {report["TORCHELASTIC_RESTART_COUNT"] for report in after} == {"0"}
-    # Who stayed keeps its place before who came.
-    stayed = [report["node"] for report in _others(before, first)]
-    assert [report["node"] for report in after] == [*stayed, first.name]
-    end_well(cluster.job, [again, *agents[1:]])
+    # The node that joins gets the last rank.
+    remaining = [report["node"] for report in without_host(before, first)]
+    assert [report["node"] for report in after] == [*remaining, first.name]
+    finish_job(cluster.job, [again, *agents[1:]])
 
 
-def _store_process(job: Job, endpoint: str) -> Node:
+def restart_store(job: Job, endpoint: str) -> Node:
     command = (sys.executable, "-m", "elasticlib.launch.cli", "store", "--bind", endpoint)
     return job.start("store-again", *command)
 
 
-def _two_agents(job: Job, *more: str) -> tuple[str, list[Node]]:
-    """Two nodes that meet in a store of its own process, which is the job's first node."""
+def start_two_agents(job: Job, *more: str) -> tuple[str, list[Node]]:
+    """Start a store, the first process of the job, and two agents; return endpoint and agents."""
     endpoint = job.start_store(at=job.reserve_port())
     flags = ("--nnodes", "1:2", "--rdzv-endpoint", endpoint, "--rdzv-conf", "is_host=false")
     return endpoint, [
@@ -79,33 +81,35 @@ def _two_agents(job: Job, *more: str) -> tuple[str, list[Node]]:
     ]
 
 
-def test_a_store_that_comes_back_empty_finds_the_job_as_it_was(job: Job) -> None:
-    endpoint, agents = _two_agents(job)
+def test_a_store_that_restarts_empty_has_no_effect_on_the_job(job: Job) -> None:
+    endpoint, agents = start_two_agents(job)
     before = job.wait_for_world(2)
     job.nodes[0].kill()
     job.check_unchanged(before, 2 * LEASE)
-    _store_process(job, endpoint)
+    restart_store(job, endpoint)
     job.check_unchanged(before, 4 * LEASE)
-    end_well(job, agents)
+    finish_job(job, agents)
 
 
-def test_a_node_that_died_while_the_store_was_away_is_missed_when_it_is_back(job: Job) -> None:
-    endpoint, agents = _two_agents(job)
+def test_a_node_that_was_killed_while_the_store_was_down_is_detected_when_it_is_back(
+    job: Job,
+) -> None:
+    endpoint, agents = start_two_agents(job)
     before = job.wait_for_world(2)
     job.nodes[0].kill()
-    dead = agents.pop([agent.name for agent in agents].index(before[0]["node"]))
-    dead.kill()
+    killed = agents.pop([agent.name for agent in agents].index(before[0]["node"]))
+    killed.kill()
     job.check_unchanged(before[1:], 2 * LEASE)
-    _store_process(job, endpoint)
+    restart_store(job, endpoint)
     (after,) = job.wait_for_world(1, after=generation_of(before))
     assert after["node"] == before[1]["node"]
     assert int(after["ELASTICLIB_GENERATION"]) == generation_of(before) + 1
     assert after["TORCHELASTIC_RESTART_COUNT"] == "0"
-    end_well(job, agents)
+    finish_job(job, agents)
 
 
-def test_agents_give_a_store_up_after_its_grace_and_say_which(job: Job) -> None:
-    endpoint, agents = _two_agents(job, "--store-grace", "3")
+def test_agents_fail_after_store_grace_and_name_the_store(job: Job) -> None:
+    endpoint, agents = start_two_agents(job, "--store-grace", "3")
     before = job.wait_for_world(2)
     job.nodes[0].kill()
     lost_at = time.monotonic()
@@ -122,8 +126,10 @@ def test_agents_give_a_store_up_after_its_grace_and_say_which(job: Job) -> None:
 
 
 @pytest.mark.parametrize("backend", REMOTE)
-def test_workers_go_on_while_the_stores_host_is_cut_off(cluster: Cluster, backend: str) -> None:
-    """The store itself lives on, and has seen all leases end for silence when it is back."""
+def test_workers_keep_running_while_the_host_of_the_store_is_cut_off(
+    cluster: Cluster, backend: str
+) -> None:
+    """The store keeps running. When it can be reached again, all leases in it have expired."""
     conf = ("--rdzv-conf", "keep_alive_interval=0.6,keep_alive_max_attempt=5")
     flags = (*cluster.start_rendezvous(backend), *conf, "--nnodes", "1:2")
     _, other = hosts = cluster.add_hosts(2)
@@ -132,22 +138,24 @@ def test_workers_go_on_while_the_stores_host_is_cut_off(cluster: Cluster, backen
     store = cluster.hosts["store"]
     store.link_down()
     other.link_down()
-    # Longer than a connection lasts that nobody answers, so that all connect anew.
+    # This is longer than a connection lasts without answers, so that all nodes connect again.
     cluster.job.check_unchanged(before, 6.0)
     store.link_up()
-    # Nobody is missed by who is back first, when all are back within a lease.
+    # All nodes are back within a lease, so that the first one does not lose the others.
     cluster.job.check_unchanged(before, 0.5)
     other.link_up()
     cluster.job.check_unchanged(before, 6.0)
-    end_well(cluster.job, agents)
+    finish_job(cluster.job, agents)
 
 
 # -- a list of endpoints -----------------------------------------------------------------------
 
 
-def test_the_next_endpoint_of_the_list_serves_when_the_first_is_lost(cluster: Cluster) -> None:
+def test_the_next_endpoint_of_the_list_hosts_the_store_when_the_first_is_lost(
+    cluster: Cluster,
+) -> None:
     first, second, third = cluster.add_hosts(3)
-    flags = ("--nnodes", "2:3", *at(first, second))
+    flags = ("--nnodes", "2:3", *hosted_at(first, second))
     agents = {host.name: host.start_agent(*flags) for host in (first, second, third)}
     before = cluster.job.wait_for_world(3)
     first.power_off()
@@ -158,18 +166,18 @@ def test_the_next_endpoint_of_the_list_serves_when_the_first_is_lost(cluster: Cl
     assert {report["node"] for report in without} == {second.name, third.name}
     assert {report["TORCHELASTIC_RESTART_COUNT"] for report in without} == {"0"}
     first.power_on()
-    # At its own endpoint nobody serves, and it could; the job is at the next.
+    # The node could host the store at its own endpoint, but the job uses the next one.
     agents[first.name] = first.start_agent(*flags)
     again = cluster.job.wait_for_world(3, after=generation_of(without))
     check_consistent_world(again)
     cluster.check_reachable(again)
     assert again[2]["node"] == first.name
-    end_well(cluster.job, list(agents.values()))
+    finish_job(cluster.job, list(agents.values()))
 
 
-def test_one_of_two_does_not_go_on_by_itself_and_says_why(cluster: Cluster) -> None:
+def test_one_of_two_nodes_without_a_quorum_fails_with_the_reason(cluster: Cluster) -> None:
     first, second = cluster.add_hosts(2)
-    flags = ("--nnodes", "1:2", *at(first, second), "--store-grace", "8")
+    flags = ("--nnodes", "1:2", *hosted_at(first, second), "--store-grace", "8")
     agents = [host.start_agent(*flags) for host in (first, second)]
     before = cluster.job.wait_for_world(2)
     first.power_off()
@@ -180,21 +188,21 @@ def test_one_of_two_does_not_go_on_by_itself_and_says_why(cluster: Cluster) -> N
     assert not cluster.job.reports(generation_of(before) + 1)
 
 
-def test_one_of_two_goes_on_by_itself_where_any_number_is_quorum(cluster: Cluster) -> None:
+def test_one_of_two_nodes_continues_with_quorum_any(cluster: Cluster) -> None:
     first, second = cluster.add_hosts(2)
-    flags = ("--nnodes", "1:2", *at(first, second), "--rdzv-conf", "quorum=any")
+    flags = ("--nnodes", "1:2", *hosted_at(first, second), "--rdzv-conf", "quorum=any")
     agents = [host.start_agent(*flags) for host in (first, second)]
     before = cluster.job.wait_for_world(2)
     first.power_off()
     (after,) = cluster.job.wait_for_world(1, after=generation_of(before))
     assert after["node"] == second.name
     assert int(after["ELASTICLIB_GENERATION"]) == generation_of(before) + 1
-    end_well(cluster.job, agents[1:])
+    finish_job(cluster.job, agents[1:])
 
 
-def test_of_a_job_that_is_cut_in_two_the_greater_part_goes_on(cluster: Cluster) -> None:
+def test_the_larger_part_of_a_job_that_is_cut_in_two_continues(cluster: Cluster) -> None:
     first, second, third = hosts = cluster.add_hosts(3)
-    flags = ("--nnodes", "1:3", *at(first, second))
+    flags = ("--nnodes", "1:3", *hosted_at(first, second))
     agents = [host.start_agent(*flags) for host in hosts]
     before = cluster.job.wait_for_world(3)
     first.link_down()
@@ -202,25 +210,25 @@ def test_of_a_job_that_is_cut_in_two_the_greater_part_goes_on(cluster: Cluster) 
     check_consistent_world(without)
     cluster.check_reachable(without)
     assert {report["node"] for report in without} == {second.name, third.name}
-    # The first still has the store that all met in, and sees the others' leases end.
+    # The first node still hosts the old store, and sees the leases of the others expire.
     cluster.job.check_unchanged(without, 3 * LEASE)
-    said = [
-        report for g in range(2, 9) for report in cluster.job.reports(generation_of(before) + g)
-    ]
-    assert not said, "the cut-off part went on too"
-    assert first.name not in {p["node"] for p in cluster.job.reports(generation_of(without))}
+    later = range(generation_of(before) + 2, generation_of(before) + 9)
+    reports = [report for number in later for report in cluster.job.reports(number)]
+    assert not reports, "the node that was cut off continued, too"
+    reports = cluster.job.reports(generation_of(without))
+    assert first.name not in {report["node"] for report in reports}
     first.link_up()
     again = cluster.job.wait_for_world(3, after=generation_of(without))
     check_consistent_world(again)
     cluster.check_reachable(again)
     assert again[2]["node"] == first.name
-    end_well(cluster.job, agents)
+    finish_job(cluster.job, agents)
 
 
-def test_a_node_that_remembers_nothing_begins_no_second_job_in_its_part(cluster: Cluster) -> None:
-    """The lesser part gives up, as it should, and whoever looks after it starts it again."""
+def test_a_new_agent_in_the_smaller_part_does_not_start_a_second_job(cluster: Cluster) -> None:
+    """The smaller part fails, and a supervisor such as systemd starts its agent again."""
     first, second = cluster.add_hosts(2)
-    flags = ("--nnodes", "1:2", *at(first, second), "--store-grace", "3")
+    flags = ("--nnodes", "1:2", *hosted_at(first, second), "--store-grace", "3")
     agents = [first.start_agent(*flags), second.start_agent(*flags)]
     before = cluster.job.wait_for_world(2)
     first.link_down()
@@ -231,15 +239,16 @@ def test_a_node_that_remembers_nothing_begins_no_second_job_in_its_part(cluster:
     after = cluster.job.wait_for_world(2, after=generation_of(before))
     check_consistent_world(after)
     assert [report["node"] for report in after] == [first.name, "again"]
-    end_well(cluster.job, [agents[0], again])
+    finish_job(cluster.job, [agents[0], again])
 
 
-@pytest.mark.parametrize("places", [1, 2])
-def test_a_host_that_is_told_to_leave_serves_until_the_others_have_gone_on(
-    cluster: Cluster, places: int
+@pytest.mark.parametrize("num_endpoints", [1, 2])
+def test_a_store_host_that_gets_sigterm_serves_until_the_others_have_continued(
+    cluster: Cluster, num_endpoints: int
 ) -> None:
     first, second = hosts = cluster.add_hosts(2)
-    flags = ("--nnodes", "1:2", *at(*hosts[:places]), "--store-grace", "8" if places > 1 else "3")
+    grace = ("--store-grace", "8" if num_endpoints > 1 else "3")
+    flags = ("--nnodes", "1:2", *hosted_at(*hosts[:num_endpoints]), *grace)
     agents = [first.start_agent(*flags)]
     agents[0].wait_for_log("hosts the store")
     agents.append(second.start_agent(*flags))
@@ -248,12 +257,14 @@ def test_a_host_that_is_told_to_leave_serves_until_the_others_have_gone_on(
     assert agents[0].exit_code() == 128 + signal.SIGTERM
     (after,) = cluster.job.wait_for_world(1, after=generation_of(before))
     assert after["node"] == second.name
-    end_well(cluster.job, agents[1:])
+    finish_job(cluster.job, agents[1:])
 
 
-def test_a_host_that_is_told_to_leave_waits_for_nobody_who_cannot_go_on(cluster: Cluster) -> None:
+def test_a_store_host_that_gets_sigterm_does_not_wait_for_nodes_that_cannot_continue(
+    cluster: Cluster,
+) -> None:
     first, second = cluster.add_hosts(2)
-    flags = ("--nnodes", "2", *at(first), "--store-grace", "1")
+    flags = ("--nnodes", "2", *hosted_at(first), "--store-grace", "1")
     agents = [host.start_agent(*flags) for host in (first, second)]
     cluster.job.wait_for_world(2)
     agents[0].signal(signal.SIGTERM)
@@ -265,14 +276,14 @@ def test_a_host_that_is_told_to_leave_waits_for_nobody_who_cannot_go_on(cluster:
 
 
 @needs_etcd
-def test_a_silent_member_of_etcd_keeps_nobody_for_longer_than_a_lease(cluster: Cluster) -> None:
+def test_a_silent_etcd_member_delays_agents_by_at_most_a_lease(cluster: Cluster) -> None:
     dead, *others = hosts = cluster.add_hosts(3)
     start_three_members(cluster, hosts)
-    # All ask the first of the list for as long as it answers.
+    # All agents use the first member of the list as long as it answers.
     agents = [host.start_agent(*member_flags(hosts), *QUICK, "--nnodes", "1:3") for host in hosts]
     before = cluster.job.wait_for_world(3)
     dead.power_off()
     after = cluster.job.wait_for_world(2, after=generation_of(before), seconds=10.0)
     check_consistent_world(after)
     assert {report["node"] for report in after} == {host.name for host in others}
-    end_well(cluster.job, agents[1:])
+    finish_job(cluster.job, agents[1:])

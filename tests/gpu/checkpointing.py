@@ -1,7 +1,7 @@
-"""What a checkpoint does with tensors of a device, as one process: `checkpointing.py SCENE DEVICE`.
+"""Checkpoints of tensors on a device, in one process: `checkpointing.py SCENARIO DEVICE`.
 
-It prints what it found as JSON. A process of its own, as page-locked memory and a CUDA context are
-not for the process that runs the tests.
+The program prints its results as JSON. It is a process of its own, because page-locked memory and a
+CUDA context do not belong into the process that runs the tests.
 """
 
 from __future__ import annotations
@@ -23,49 +23,55 @@ State = dict[str, torch.Tensor]
 REPEAT = 3
 
 
-def state_of(mib: int, device: str) -> State:
+def create_state(mib: int, device: str) -> State:
+    """Return tensors of 16 MiB on the device."""
     return {f"large.{at}": torch.randn(4 << 20, device=device) for at in range(mib // 16)}
 
 
-def wait_for(device: str) -> None:
+def synchronize(device: str) -> None:
+    """Wait until the device has finished its work."""
     if device == "cuda":
         torch.cuda.synchronize()
 
 
-def link_seconds(state: State, device: str) -> list[float]:
-    """Copies of all tensors into memory that is reused, and page-locked where that helps."""
+def copy_seconds(state: State, device: str) -> list[float]:
+    """Return the seconds of copies of all tensors into existing host memory.
+
+    The memory is page-locked if the tensors are on a GPU.
+    """
     pinned = device == "cuda"
     host = {name: torch.empty_like(t, device="cpu", pin_memory=pinned) for name, t in state.items()}
 
     def copy() -> None:
         for name, tensor in state.items():
             host[name].copy_(tensor, non_blocking=True)
-        wait_for(device)
+        synchronize(device)
 
     copy()
     return [seconds(copy) for _ in range(REPEAT)]
 
 
-def seconds(act: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    act()
-    return time.perf_counter() - began
+def seconds(function: Callable[[], object]) -> float:
+    """Return the seconds that one call takes."""
+    started_at = time.perf_counter()
+    function()
+    return time.perf_counter() - started_at
 
 
-def stall(device: str, folder: Path, mib: int = 256) -> dict[str, Any]:
-    """How long a step waits for `save`, beside a plain copy of the same bytes; seconds."""
-    state, stalls = state_of(mib, device), []
-    with CheckpointManager(folder, keep_last=1) as manager:
-        for step in range(1 + REPEAT):  # the first makes the memory that the others use
-            wait_for(device)
+def stall(device: str, directory: Path, mib: int = 256) -> dict[str, Any]:
+    """Return the seconds that training waits for `save`, and those of a plain copy."""
+    state, stalls = create_state(mib, device), []
+    with CheckpointManager(directory, keep_last=1) as manager:
+        for step in range(1 + REPEAT):  # the first save allocates the memory of the others
+            synchronize(device)
             manager.save(step, state)
             stalls.append(manager.last_stall_s)
             manager.wait()
-    return {"mib": mib, "save": stalls[1:], "link": link_seconds(state, device)}
+    return {"mib": mib, "save": stalls[1:], "copy": copy_seconds(state, device)}
 
 
-class Conv:
-    """A model in channels_last with a fused optimizer, and what it comes to."""
+class ConvTraining:
+    """A training of a model in channels_last format with a fused optimizer."""
 
     def __init__(self, device: str, seed: int) -> None:
         torch.manual_seed(seed)
@@ -76,6 +82,7 @@ class Conv:
         self.device = device
 
     def train(self, steps: range) -> None:
+        """Train these steps. The number of a step determines its samples."""
         for step in steps:
             torch.manual_seed(step)
             images = torch.randn(4, 3, 16, 16).to(self.device, memory_format=torch.channels_last)
@@ -84,63 +91,65 @@ class Conv:
             self.optimizer.step()
 
     def tensors(self) -> State:
-        found = dict(self.model.state_dict())
-        for number, kept in self.optimizer.state_dict()["state"].items():
-            found |= {f"{number}.{name}": value for name, value in kept.items()}
-        return found
+        """Return all tensors of the model and the optimizer."""
+        tensors = dict(self.model.state_dict())
+        for number, values in self.optimizer.state_dict()["state"].items():
+            tensors |= {f"{number}.{name}": value for name, value in values.items()}
+        return tensors
 
 
-def fused(device: str, folder: Path) -> dict[str, Any]:
-    """Whether training goes on bit by bit after a restore, in the same shapes and places."""
+def fused(device: str, directory: Path) -> dict[str, Any]:
+    """Compare a training that continues with one that continues from its checkpoint."""
     torch.use_deterministic_algorithms(True, warn_only=True)
-    one, other = Conv(device, 0), Conv(device, 1)
-    one.train(range(3))
-    other.train(range(1))  # its optimizer has a state of its own by then
-    with CheckpointManager(folder, keep_last=1) as manager:
-        manager.save(3, one.state)
+    original, restored = ConvTraining(device, 0), ConvTraining(device, 1)
+    original.train(range(3))
+    restored.train(range(1))  # afterwards, its optimizer has a state that `restore` replaces
+    with CheckpointManager(directory, keep_last=1) as manager:
+        manager.save(3, original.state)
         manager.wait()
-        manager.restore(other.state)
-    for conv in (one, other):
-        conv.train(range(3, 6))
-    pairs = [(value, other.tensors()[name]) for name, value in one.tensors().items()]
+        manager.restore(restored.state)
+    for training in (original, restored):
+        training.train(range(3, 6))
+    tensors = restored.tensors()
+    pairs = [(value, tensors[name]) for name, value in original.tensors().items()]
     return {
         "tensors": len(pairs),
-        "same": all(torch.equal(a, b) for a, b in pairs),
-        "places": all(a.device == b.device for a, b in pairs),
-        "strides": all(a.stride() == b.stride() for a, b in pairs),
+        "values_equal": all(torch.equal(a, b) for a, b in pairs),
+        "devices_equal": all(a.device == b.device for a, b in pairs),
+        "strides_equal": all(a.stride() == b.stride() for a, b in pairs),
     }
 
 
-def memory(device: str, folder: Path) -> dict[str, Any]:
-    """By how many bytes the device's memory grows at most while a state is restored."""
+def memory(device: str, directory: Path) -> dict[str, Any]:
+    """Return the bytes by which the memory of the device grows during and after a restore."""
     model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(16))).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model(torch.ones(1, 2048, device=device)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
     state = {"model": model, "optimizer": optimizer}
-    with CheckpointManager(folder, keep_last=1) as manager:
+    with CheckpointManager(directory, keep_last=1) as manager:
         manager.save(1, state)
         manager.wait()
-        wait_for(device)
+        synchronize(device)
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         manager.restore(state)
-        wait_for(device)
+        synchronize(device)
     return {
         "state": 3 * sum(p.nbytes for p in model.parameters()),
-        "growth": torch.cuda.max_memory_allocated() - before,
-        "kept": torch.cuda.memory_allocated() - before,
+        "peak_growth": torch.cuda.max_memory_allocated() - before,
+        "final_growth": torch.cuda.memory_allocated() - before,
     }
 
 
-SCENES = {scene.__name__: scene for scene in (stall, fused, memory)}
+SCENARIOS = {scenario.__name__: scenario for scenario in (stall, fused, memory)}
 
 
 def main() -> None:
-    scene, device = sys.argv[1:]
-    with tempfile.TemporaryDirectory() as folder:
-        print(json.dumps(SCENES[scene](device, Path(folder))))
+    scenario, device = sys.argv[1:]
+    with tempfile.TemporaryDirectory() as directory:
+        print(json.dumps(SCENARIOS[scenario](device, Path(directory))))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Tests that need a GPU: one is enough. Where there is none each is skipped with a sentence.
+"""Fixtures of the tests that need one GPU. Without a GPU, each of these tests is skipped.
 
-GPU_TESTS_ON=cpu runs those of them that can be shown on a CPU there, to try the tests themselves.
+GPU_TESTS_ON=cpu runs the tests that also work on a CPU, to try the tests themselves.
 """
 
 from __future__ import annotations
@@ -9,23 +9,23 @@ import os
 
 import pytest
 
-NONE_HERE = "torch sees no CUDA device here: `make test-gpu` is for a machine that has one"
+SKIP_REASON = "torch sees no CUDA device here: `make test-gpu` is for a machine that has one"
 
 
 @pytest.fixture
 def device() -> str:
-    """Where the test's workers compute."""
+    """The device on which the workers of the test compute."""
     import torch
 
-    asked = os.environ.get("GPU_TESTS_ON", "cuda")
-    if asked == "cuda" and not torch.cuda.is_available():
-        pytest.skip(NONE_HERE)
-    return asked
+    device = os.environ.get("GPU_TESTS_ON", "cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip(SKIP_REASON)
+    return device
 
 
 @pytest.fixture
 def cuda(device: str) -> str:
-    """The same, for what no CPU can show."""
+    """The same device, for a test that needs a GPU."""
     if device != "cuda":
-        pytest.skip("this is shown by a GPU alone")
+        pytest.skip("only a GPU can show this")
     return device

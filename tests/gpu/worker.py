@@ -1,8 +1,10 @@
-"""A worker that trains on a device: `worker.py FOLDER DEVICE BACKEND [oom | endless]`.
+"""A worker that trains on a device: `worker.py DIR DEVICE BACKEND [oom | endless]`.
 
-It restores, reports once its group has reduced a tensor of the device, trains and snapshots step by
-step until FOLDER/finish is there, and saves when it is told to stop. In the first generation `oom`
-asks for more memory than there is, and `endless` starts a kernel that never ends in step 12.
+It restores, and writes a report after its process group has reduced a tensor of the device. Then it
+trains and makes a snapshot of each step, until DIR/finish exists. If the agent requests a stop, it
+saves a checkpoint.
+In the first generation, `oom` allocates more memory than the device has, and `endless` starts a
+kernel that never ends in step 12.
 """
 
 import json
@@ -16,61 +18,68 @@ import torch.distributed as dist
 
 from elasticlib import CheckpointManager, context
 
-NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ELASTICLIB_GENERATION")
-HANGS_IN = 12
+VARIABLES = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", "ELASTICLIB_GENERATION"),
+)
+ENDLESS_STEP = 12
 
 
-def gpu_files(pid: int | str) -> int:
-    """How many files of the GPU's driver a process has open."""
-    folder = Path(f"/proc/{pid}/fd")
-    found = 0
-    for path in folder.iterdir():
+def count_gpu_files(pid: int | str) -> int:
+    """Return how many files of the GPU driver a process has open."""
+    count = 0
+    for path in Path(f"/proc/{pid}/fd").iterdir():
         try:
-            found += os.readlink(path).startswith("/dev/nvidia")
+            count += os.readlink(path).startswith("/dev/nvidia")
         except OSError:
             continue
-    return found
+    return count
 
 
-def report(folder: Path, where: torch.device, resumed: int) -> None:
-    report = {name: os.environ.get(name, "") for name in NAMES} | {"pid": os.getpid()}
-    # torchrun, beside which the benchmark runs this, counts restarts alone.
+def write_report(directory: Path, device: torch.device, step: int) -> None:
+    """Write the report of this rank, which is complete once the file has its name."""
+    report = {name: os.environ.get(name, "") for name in VARIABLES} | {"pid": os.getpid()}
+    # torchrun, with which the benchmark compares elasticrun, only counts restarts.
     generation = report["ELASTICLIB_GENERATION"] or os.environ["TORCHELASTIC_RESTART_COUNT"]
     parent = os.getppid()
     report |= {
         "node": os.environ.get("NODE", ""),
-        "resumed": resumed,
-        "gpu_files": gpu_files("self"),
+        "resumed": step,
+        "gpu_files": count_gpu_files("self"),
         "parent": Path(f"/proc/{parent}/comm").read_text().strip(),
-        "parents_gpu_files": gpu_files(parent),
+        "parents_gpu_files": count_gpu_files(parent),
         "processors": sorted(os.sched_getaffinity(0)),
-        "device": torch.cuda.get_device_name(where) if where.type == "cuda" else "cpu",
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
     }
     name = f"report.{generation}.{report['RANK']}.{os.getpid()}"
-    (folder / f"{name}.part").write_text(json.dumps(report))
-    (folder / f"{name}.part").rename(folder / f"{name}.json")
+    (directory / f"{name}.part").write_text(json.dumps(report))
+    (directory / f"{name}.part").rename(directory / f"{name}.json")
 
 
-def run_endlessly(where: torch.device) -> None:
-    if where.type == "cuda":
-        torch.cuda._sleep(1 << 62)  # cycles: a hundred years
+def run_endless_kernel(device: torch.device) -> None:
+    """Never return."""
+    if device.type == "cuda":
+        torch.cuda._sleep(1 << 62)  # this number of cycles takes a hundred years
         torch.cuda.synchronize()
     time.sleep(1e9)
 
 
 class Training:
-    def __init__(self, where: torch.device) -> None:
+    """A small model whose gradients are summed over all ranks."""
+
+    def __init__(self, device: torch.device) -> None:
         torch.manual_seed(0)
-        self.where = where
-        self.model = torch.nn.Linear(64, 64).to(where)
+        self.device = device
+        self.model = torch.nn.Linear(64, 64).to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.progress = {"step": 0}
         parts = {"model": self.model, "optimizer": self.optimizer}
         self.state = {**parts, "progress": self.progress}
 
     def step(self) -> int:
+        """Train one step; return its number."""
         self.optimizer.zero_grad()
-        inputs = torch.ones(8, 64, device=self.where)
+        inputs = torch.ones(8, 64, device=self.device)
         (self.model(inputs) - inputs).square().mean().backward()
         for parameter in self.model.parameters():
             dist.all_reduce(parameter.grad)
@@ -79,36 +88,39 @@ class Training:
         return self.progress["step"]
 
 
-def train(folder: Path, where: torch.device, words: list[str], manager: CheckpointManager) -> None:
-    training = Training(where)
+def train(
+    directory: Path, device: torch.device, options: list[str], manager: CheckpointManager
+) -> None:
+    """Train until DIR/finish exists, or until the agent requests a stop."""
+    training = Training(device)
     manager.restore(training.state)
-    told = torch.zeros(1, device=where)
-    dist.all_reduce(told)
-    report(folder, where, training.progress["step"])
-    first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
-    if first and "oom" in words:
-        torch.empty(1 << 50, dtype=torch.uint8, device=where)
-    while not told:
+    is_finished = torch.zeros(1, device=device)
+    dist.all_reduce(is_finished)
+    write_report(directory, device, training.progress["step"])
+    is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
+    if is_first and "oom" in options:
+        torch.empty(1 << 50, dtype=torch.uint8, device=device)
+    while not is_finished:
         step = training.step()
-        if first and "endless" in words and step == HANGS_IN:
-            run_endlessly(where)
+        if is_first and "endless" in options and step == ENDLESS_STEP:
+            run_endless_kernel(device)
         manager.snapshot(step, training.state)
         context().step(step)
-        (folder / f"step.{os.environ['RANK']}").write_text(str(step))
+        (directory / f"step.{os.environ['RANK']}").write_text(str(step))
         if context().should_stop():
             manager.save(step, training.state)
             return
-        # All ranks must see the end in the same step.
-        told = torch.tensor([float((folder / "finish").exists())], device=where)
-        dist.all_reduce(told, dist.ReduceOp.MAX)
+        # All ranks must finish in the same step.
+        is_finished = torch.tensor([float((directory / "finish").exists())], device=device)
+        dist.all_reduce(is_finished, dist.ReduceOp.MAX)
 
 
 def main() -> None:
-    folder, device, backend, *words = Path(sys.argv[1]), *sys.argv[2:]
-    where = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    directory, name, backend, *options = Path(sys.argv[1]), *sys.argv[2:]
+    device = torch.device(name, 0) if name == "cuda" else torch.device(name)
     dist.init_process_group(backend)
-    with CheckpointManager(folder / "checkpoints", keep_last=1) as manager:
-        train(folder, where, words, manager)
+    with CheckpointManager(directory / "checkpoints", keep_last=1) as manager:
+        train(directory, device, options, manager)
     dist.destroy_process_group()
 
 

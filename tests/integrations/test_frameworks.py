@@ -17,7 +17,7 @@ NEEDS = {"torchdata": "torchdata.stateful_dataloader"}
 KILLS = (12, 18)  # steps within an epoch
 DRAINED_AT = 22  # a step within the last epoch
 # The others' loops are the examples' own, over our sampler and checkpoints, whose resizes
-# tests/faults/test_kept_steps.py has; under these frameworks before a release.
+# tests/faults/test_training_under_faults.py has; under these frameworks before a release.
 RESIZED = (
     *("lightning", "transformers"),
     *(pytest.param(name, marks=pytest.mark.release) for name in ("accelerate", "torchdata")),

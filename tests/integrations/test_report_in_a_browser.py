@@ -19,7 +19,7 @@ from elasticlib.observe.report import Report
 CHROMIUM = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="it needs Debian's chromium")
 
-RUNS = ("uneventful", "unborn", "eventful", "vast")
+RUNS = ("uneventful", "waiting", "eventful", "vast")
 PHONE, DESK = 360, 1280
 # A4 without the margins that the style sheet asks for, at 96 pixels an inch.
 PAPER = (int(186 / 25.4 * 96), int(269 / 25.4 * 96))

@@ -1,4 +1,4 @@
-"""The tasks and the component of docs/skypilot_torchx.md run."""
+"""The tasks of docs/skypilot.md and the component of docs/torchx.md run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pages import name_blocks, read_page
 
 yaml = pytest.importorskip("yaml", reason="PyYAML reads the tasks")
 
-BLOCKS = read_page("skypilot_torchx.md")[1]
+BLOCKS = read_page("skypilot.md")[1] + read_page("torchx.md")[1]
 TASKS = name_blocks([code for language, code in BLOCKS if language == "yaml"])
 VENV = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 

@@ -145,7 +145,7 @@ def test_endpoint_and_number_of_workers_are_read_from_slurm(submit: Any) -> None
     assert hosts_of(reports) == ["n1"] * GPUS + ["n2"] * GPUS
     assert {report["id"] for report in reports} == {f"{batch.id}.0"}
     # Slurm sends its signals to every process of a step, the workers among them.
-    assert all(report["deaf"] for report in reports)
+    assert all(report["ignores_sigusr1"] for report in reports)
     batch.finish()
     assert len(batch.ends("finished")) == 2 * GPUS
 

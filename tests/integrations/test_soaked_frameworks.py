@@ -15,12 +15,12 @@ pytestmark = [pytest.mark.faults, pytest.mark.release]
 TESTS = Path(__file__).parent.parent
 FAULTS = (
     Fault(5, "kill", 1, {"delay_ms": 3}),
-    Fault(12, "exception", 0, {"where": "update"}),
-    Fault(19, "segfault", 2, {"where": "kept"}),
+    Fault(12, "exception", 0, {"part": "update"}),
+    Fault(19, "segfault", 2, {"part": "snapshot"}),
     Fault(33, "slow", 1, {"seconds": 0.5}),
     Fault(36, "store"),
     Fault(41, "drain", 1),
-    Fault(48, "exit", 1, {"where": "kept", "code": 42}),
+    Fault(48, "exit", 1, {"part": "snapshot", "code": 42}),
 )
 
 
@@ -45,16 +45,16 @@ def test_a_campaign_of_seven_faults_loses_no_sample(
     done = soak(tmp_path / "out", "--campaign", str(file))
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "out" / "soak.json").read_text())
-    assert (found["faults"], found["missed"], found["wrong"]) == (7, 0, [])
+    assert (found["faults"], found["ineffective_attempts"], found["violations"]) == (7, 0, [])
     assert found["restarts"] == 4
     assert {kind: times["count"] for kind, times in found["by_kind"].items()} == {
         fault.kind: 1 for fault in FAULTS
     }
-    lines = (tmp_path / "out" / "played.jsonl").read_text().splitlines()
+    lines = (tmp_path / "out" / "faults.jsonl").read_text().splitlines()
     played = {one["kind"]: one for one in map(json.loads, lines)}
-    assert "was killed by SIGKILL" in played["kill"]["shown"]
+    assert "was killed by SIGKILL" in played["kill"]["description"]
     assert played["slow"]["recovery"]["total"] > 0.5
-    assert "| SIGKILL to a worker | 1 |" in (tmp_path / "out" / "soak.md").read_text()
+    assert "| SIGKILL of a worker | 1 |" in (tmp_path / "out" / "soak.md").read_text()
 
 
 def test_an_invalid_campaign_is_rejected_before_the_job_starts(tmp_path: Path) -> None:
@@ -62,4 +62,4 @@ def test_an_invalid_campaign_is_rejected_before_the_job_starts(tmp_path: Path) -
     file.write_text("{}\n")
     done = soak(tmp_path / "out", "--campaign", str(file))
     assert done.returncode == 2
-    assert "line 1 is no header of a campaign" in done.stderr
+    assert "line 1 must be the header" in done.stderr

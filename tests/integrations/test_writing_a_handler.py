@@ -49,12 +49,12 @@ def site(tmp_path: Path) -> Path:
     return write_module(tmp_path / "site", MODULE, FILES[f"{MODULE}.py"])
 
 
-def test_every_block_of_the_page_is_known_to_a_test() -> None:
+def test_each_block_of_the_page_has_a_test() -> None:
     assert set(FILES) == {f"{MODULE}.py", SUITE}
     assert len(BLOCKS) == len(FILES) + 1
 
 
-def test_the_pages_suite_passes(site: Path, tmp_path: Path) -> None:
+def test_the_test_suite_of_the_page_passes(site: Path, tmp_path: Path) -> None:
     (tmp_path / SUITE).write_text(FILES[SUITE])
     said = run_suite(tmp_path, SUITE, 100.0, {**os.environ, "PYTHONPATH": extend_pythonpath(site)})
     # Failures are left to the agents.
@@ -116,7 +116,7 @@ def test_a_finished_node_waits_for_the_others_and_all_succeed(two_agents: TwoAge
     two_agents.workers["a"].finish()
     wait_until("a to be done", lambda: two_agents.workers["a"].running() == {})
     # Each agent looks at the job every 10 ms meanwhile.
-    assert not two_agents.runs["a"].has_ended(0.5)
+    assert not two_agents.runs["a"].ends_within(0.5)
     assert two_agents.workers["b"].running()
     two_agents.workers["b"].finish()
     results = [run.result() for run in two_agents.runs.values()]

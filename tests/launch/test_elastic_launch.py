@@ -273,7 +273,7 @@ def test_variables_of_torchs_agent_are_heeded_without_a_command_line(tmp_path: P
     variables = {
         "USE_LIBUV": "0",
         "PYTHONPATH": WITHOUT_TORCH,
-        "STUB_TORCH_TOLD": str(told),
+        "STUB_TORCH_ARGUMENTS": str(told),
     }
     done = subprocess.run(
         [sys.executable, "-c", LAUNCHES, "true"],

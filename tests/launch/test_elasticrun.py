@@ -247,7 +247,7 @@ def test_a_number_that_cannot_be_is_refused_by_an_optimised_python_too(tmp_path:
 
 
 def test_a_thread_that_is_inside_torch_at_the_end_does_not_abort_the_command() -> None:
-    ends = "import sys; from inside_torch import main; sys.exit(main())"
+    ends = "import sys; from agent_inside_torch import main; sys.exit(main())"
     job = ("--standalone", "--start-method=spawn", "--no-python", "true")
     # Of five that end as interpreters do, one or more are nearly always aborted.
     commands = [

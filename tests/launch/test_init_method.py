@@ -24,7 +24,7 @@ def kill_one_of(reports: list[dict[str, Any]]) -> None:
 
 def check_fresh(reports: list[dict[str, Any]], address: str, port: int) -> None:
     """All met at a store to which none but these have come, at the place that they were told."""
-    assert sorted(report["came"] for report in reports) == list(range(1, len(reports) + 1))
+    assert sorted(report["arrival"] for report in reports) == list(range(1, len(reports) + 1))
     assert {(report["MASTER_ADDR"], report["MASTER_PORT"]) for report in reports} == {
         (address, str(port))
     }
@@ -83,7 +83,7 @@ def test_a_script_that_looks_for_torchs_store_where_none_is_is_told_of(job: Job)
 def test_a_library_with_a_store_of_its_own_meets_again_after_each_failure(
     job: Job, where: str
 ) -> None:
-    program = str(PROGRAMS / "own_store.py")
+    program = str(PROGRAMS / "library_store.py")
     flags = ("--standalone", "--nproc-per-node=2", "--max-restarts=2")
     command = job.agent_command(*flags, program=program, worker=(where, str(free_port())))
     node = job.start("n0", *command)
@@ -91,8 +91,8 @@ def test_a_library_with_a_store_of_its_own_meets_again_after_each_failure(
     for failures in range(3):
         reports = job.wait_for_world(2, after=generation)
         generation = generation_of(reports)
-        assert sorted(report["came"] for report in reports) == [1, 2]
-        assert [report["all"] for report in reports] == [2, 2]
+        assert sorted(report["arrival"] for report in reports) == [1, 2]
+        assert [report["arrivals"] for report in reports] == [2, 2]
         if failures < 2:
             kill_one_of(reports)
     job.finish()

@@ -21,7 +21,8 @@ ROWS = re.findall(r"^\| `(--[a-z-]+)`[^|]*\| (\w+) \| ", TEXT, re.MULTILINE)
 VARIABLES = dict(re.findall(r"^\| `([A-Z_]+)` \| (.*) \|$", TEXT, re.MULTILINE))
 LINES = [line for name, code in BLOCKS if name == "sh" for line in code.splitlines()]
 
-OTHER = {
+# Values that torchrun accepts and elasticrun rejects, for each flag that the page calls different.
+DIFFERENT = {
     "--rdzv-conf": "--rdzv-conf colour=red SCRIPT",
     "--standalone": "--standalone --rdzv-endpoint h:1 SCRIPT",
     "--redirects": "--redirects 5:3 SCRIPT",
@@ -33,11 +34,9 @@ OTHER = {
     "--master-port": "--master-port 1 --rdzv-backend c10d --rdzv-endpoint h:1 SCRIPT",
     "--signals-to-handle": "--signals-to-handle SIGSEGV SCRIPT",
 }
-"""What torchrun's parser takes and we refuse, of each flag of which the page says so."""
-ABSENT = {f"--{dest.replace('_', '-')}" for dest in UNSUPPORTED_TORCHRUN_OPTIONS}
-NEWEST = {"--log-line-prefix-template", "--print-completion"}
-"""Flags that torch 2.15 has brought, which the installed torchrun may not have."""
-MORE = {
+UNSUPPORTED = {f"--{dest.replace('_', '-')}" for dest in UNSUPPORTED_TORCHRUN_OPTIONS}
+NEWEST = {"--log-line-prefix-template", "--print-completion"}  # flags that need torch 2.15
+SUPERSET = {
     "--rdzv-backend": "--rdzv-backend tcp SCRIPT",
     "--rdzv-endpoint": "--rdzv-endpoint h:1,g:1 SCRIPT",
     "--rdzv-id": "SCRIPT",
@@ -59,30 +58,32 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_page_has_each_flag_of_torchrun_once_and_no_other() -> None:
+def test_page_lists_each_flag_of_torchrun_once_and_no_other() -> None:
     flags = {
         next(name for name in action.option_strings if name.startswith("--"))
         for action in torchrun.get_args_parser()._actions
         if action.option_strings and action.dest != "help"
     }
     assert sorted(flag for flag, _ in ROWS) == sorted(flags | NEWEST)
-    assert {word for _, word in ROWS} == {"same", "more", "other", "absent"}
-    assert {flag for flag, word in ROWS if word == "absent"} == ABSENT
-    assert {flag for flag, word in ROWS if word == "other"} == set(OTHER)
-    assert {flag for flag, word in ROWS if word == "more"} == set(MORE)
+    assert {word for _, word in ROWS} == {"identical", "superset", "different", "unsupported"}
+    assert {flag for flag, word in ROWS if word == "unsupported"} == UNSUPPORTED
+    assert {flag for flag, word in ROWS if word == "different"} == set(DIFFERENT)
+    assert {flag for flag, word in ROWS if word == "superset"} == set(SUPERSET)
 
 
-@pytest.mark.parametrize("flag", OTHER)
-def test_what_the_page_calls_other_torchrun_takes_and_we_refuse(flag: str, folder: Path) -> None:
-    words = [str(folder / "train.py") if w == "SCRIPT" else w for w in OTHER[flag].split()]
+@pytest.mark.parametrize("flag", DIFFERENT)
+def test_torchrun_accepts_and_elasticrun_rejects_a_value_of_a_different_flag(
+    flag: str, folder: Path
+) -> None:
+    words = [str(folder / "train.py") if w == "SCRIPT" else w for w in DIFFERENT[flag].split()]
     assert torchrun.parse_args(words).training_script == words[-1]
     with pytest.raises(ConfigError, match=re.escape(flag)):
         parse_launch(words, {})
 
 
-@pytest.mark.parametrize("flag", MORE)
-def test_what_the_page_calls_more_is_taken(flag: str, folder: Path) -> None:
-    words = [str(folder / "train.py") if w == "SCRIPT" else w for w in MORE[flag].split()]
+@pytest.mark.parametrize("flag", SUPERSET)
+def test_elasticrun_accepts_additional_values_of_a_superset_flag(flag: str, folder: Path) -> None:
+    words = [str(folder / "train.py") if w == "SCRIPT" else w for w in SUPERSET[flag].split()]
     assert parse_launch(words, {}).entrypoint == Script(words[-1])
 
 

@@ -28,7 +28,7 @@ from elasticlib.observe.job_status import FIELDS
 from elasticlib.testing.waiting import wait_until
 
 pytestmark = pytest.mark.faults
-TALKER = str(PROGRAMS / "talking_worker.py")
+TALKER = str(PROGRAMS / "printing_worker.py")
 FLAGS = ("--standalone", "--nproc-per-node", "2", "--start-method", "spawn")
 STUCK = """
 import os, sys
@@ -180,7 +180,7 @@ def test_health_port_serves_health_alone_and_only_at_the_addresses_asked_for(
     for path in ("/metrics", "/status.json"):
         assert get(f"127.0.0.1:{port}", path)[0] == 404
     # Before it has workers nobody may listen for signals yet.
-    wait_until("a worker", lambda: list(job.folder.glob("talks.*")))
+    wait_until("a worker", lambda: list(job.folder.glob("printed.*")))
     agent.signal(signal.SIGTERM)
     assert agent.exit_code() == 143
 
@@ -199,7 +199,7 @@ def test_a_port_that_is_taken_is_refused_before_anything_starts(
         assert said in caplog.text
     assert f"--observe-port: cannot bind port {port} of 127.0.0.1" in agent.text
     assert "in use" in agent.text
-    assert not list(job.folder.glob("talks.*"))
+    assert not list(job.folder.glob("printed.*"))
 
 
 @pytest.mark.parametrize("text", ["65536", "x", "a:b", ":80", "1.2.3.4", "-1", "٣"])

@@ -22,7 +22,7 @@ from elasticlib.testing.waiting import wait_until
 pytestmark = pytest.mark.faults
 
 RUN = (sys.executable, "-m", "elasticlib.launch")
-PROGRAM = str(PROGRAMS / "promised.py")
+PROGRAM = str(PROGRAMS / "record_and_fail.py")
 LOUD = {"PYTHONPATH": WITHOUT_TORCH, "LOGLEVEL": "INFO"}
 
 
@@ -81,7 +81,7 @@ def restarted(place: Path) -> Ran:
         *("--start-method", "fork", PROGRAM),
         args=("0:1:raise", "1:0:3", "--rank=${local_rank}", "--nproc-per-node=9"),
         PYTHON_EXEC=str(place / "python"),
-        STUB_TORCH_TOLD=str(place / "with"),
+        STUB_TORCH_ARGUMENTS=str(place / "with"),
     ).end()
 
 
@@ -98,7 +98,7 @@ def spent(place: Path) -> Ran:
         OMP_NUM_THREADS="3",
         LOGLEVEL="ERROR",
         USE_LIBUV="0",
-        STUB_TORCH_TOLD=str(place / "without"),
+        STUB_TORCH_ARGUMENTS=str(place / "without"),
     ).end()
 
 

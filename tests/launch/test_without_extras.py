@@ -73,13 +73,15 @@ def test_a_job_and_each_command_about_it(job: Job) -> None:
         PYTHONPATH=os.pathsep.join((NO_EXTRAS, WITHOUT_TORCH)),
     )
     address = agent.wait_for_log(r"at http://(127\.0\.0\.1:\d+)/healthz").group(1)
-    wait_until("both workers", lambda: all((job.folder / f"talks.0.{n}").exists() for n in (0, 1)))
+    wait_until(
+        "both workers", lambda: all((job.folder / f"printed.0.{n}").exists() for n in (0, 1))
+    )
     assert get(address, "/healthz") == (200, "RUNNING\n")
     assert get(address, "/status.json")[0] == 200
     code, words = get(address, "/metrics")
     assert (code, "elasticlib_up{" in words) == (200, True)
     assert re.search(r"plain.*RUNNING", said(job, "status", "plain"))
-    assert re.search(r"talking_worker\.py.*in main", said(job, "stacks", "plain"))
+    assert re.search(r"printing_worker\.py.*in main", said(job, "stacks", "plain"))
     # Whatever it finds on this machine.
     assert "shared memory" in said(job, "doctor", code=None)
     job.finish()

@@ -43,7 +43,7 @@ def run_program(program: Path, arguments: list[str]) -> None:
     runpy.run_path(str(program), run_name="__main__")
 
 
-def test_every_block_of_the_page_is_known_to_a_test() -> None:
+def test_each_block_of_the_page_has_a_test() -> None:
     assert list(FILES) == ["train.py"]
     assert len(BLOCKS) == 2
 

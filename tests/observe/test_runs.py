@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import forget_own_records
+from jobs import remove_own_records
 
 from elasticlib.clock import wall
 from elasticlib.dir_lock import LOCK_FILE
@@ -98,7 +98,7 @@ def test_the_suite_removes_the_records_of_its_own_process_and_no_others(tmp_path
     mine, old = recorded(tmp_path, "mine", wall()), recorded(tmp_path, "old", began - 60.0)
     theirs = recorded(tmp_path, "theirs")
     (theirs / LOCK_FILE).write_text("1\n")
-    forget_own_records(tmp_path, began)
+    remove_own_records(tmp_path, began)
     assert [path.exists() for path in (mine, old, theirs)] == [False, True, True]
 
 

@@ -1,10 +1,10 @@
-"""A worker in step with all others, that asks `elasticlib.context()` after each; without torch.
+"""A worker that uses `elasticlib.context()` in each step, in step with all others; without torch.
 
-`context_worker.py FOLDER [save SECONDS] [checkpoint EVERY] [hang RANK STEP]`. A step ends for
-nobody before all ranks are in it. Rank 0 writes the steps done to FOLDER/steps and, when it saves,
-FOLDER/checkpoint, from which the next generation goes on; where they stop each leaves
-FOLDER/stopped.GENERATION.RANK. They end with success some steps after FOLDER/finish is there. A
-rank that is to hang does so once, in that step.
+Usage: context_worker.py FOLDER [save SECONDS] [checkpoint EVERY] [hang RANK STEP]. A step ends when
+all ranks have reached it. Rank 0 appends each completed step to FOLDER/steps. When it saves, it
+writes the step to FOLDER/checkpoint, from which the next generation continues. A rank that stops
+writes FOLDER/stopped.GENERATION.RANK. When FOLDER/finish exists, all ranks exit with success a few
+steps later. The rank that is to hang does so once, in that step.
 """
 
 import json
@@ -20,12 +20,12 @@ from fault_worker import NAMES
 
 import elasticlib
 
-STEPS_MORE = 5
+STEPS_BEFORE_FINISH = 5
+LAST_STEP_SLOT = 100  # larger than any rank
 
 
 class Ranks:
-    """What the ranks of a generation know of one another: the step that each is in, and where
-    all finish."""
+    """Memory that the ranks of a generation share: the step of each rank, and the last step."""
 
     def __init__(self, folder: Path, generation: str, rank: int, world: int) -> None:
         path = folder / f"ranks.{generation}"
@@ -40,23 +40,25 @@ class Ranks:
     def write(self, slot: int, value: int) -> None:
         struct.pack_into("q", self.memory, 8 * slot, value)
 
-    def together(self, step: int) -> None:
+    def wait_for_all(self, step: int) -> None:
         self.write(self.rank, step + 1)
         while min(self.read(rank) for rank in range(self.world)) < step + 1:
             time.sleep(1e-4)
 
     @property
-    def finish(self) -> int:
-        return self.read(100)
+    def last_step(self) -> int:
+        return self.read(LAST_STEP_SLOT)
 
 
-def write(path: Path, what: object) -> None:
-    aside = path.with_name(f"{path.name}.part")
-    aside.write_text(json.dumps(what))
-    aside.rename(path)
+def write_json(path: Path, value: object) -> None:
+    """Replace the file atomically."""
+    temporary = path.with_name(f"{path.name}.part")
+    temporary.write_text(json.dumps(value))
+    temporary.rename(path)
 
 
-def option(name: str, default: str) -> str:
+def read_option(name: str, default: str) -> str:
+    """Return the argument after `name` on the command line."""
     words = sys.argv[2:]
     return words[words.index(name) + 1] if name in words else default
 
@@ -73,8 +75,8 @@ def main() -> None:
     report["node"] = os.environ.get("NODE", "")
     generation, rank = report["ELASTICLIB_GENERATION"], int(report["RANK"])
     ranks = Ranks(folder, generation, rank, int(report["WORLD_SIZE"]))
-    write(folder / f"report.{generation}.{rank}.{os.getpid()}.json", report)
-    every, seconds = int(option("checkpoint", "0")), float(option("save", "0"))
+    write_json(folder / f"report.{generation}.{rank}.{os.getpid()}.json", report)
+    every, seconds = int(read_option("checkpoint", "0")), float(read_option("save", "0"))
     hang = sys.argv[sys.argv.index("hang") + 1 :][:2] if "hang" in sys.argv else []
     context, checkpoint, step = elasticlib.context(), folder / "checkpoint", 0
     if checkpoint.exists():
@@ -84,27 +86,27 @@ def main() -> None:
     def save() -> None:
         time.sleep(seconds)
         if rank == 0:
-            write(checkpoint, step)
+            write_json(checkpoint, step)
         context.report_saved(step)
 
     context.report_starting()
-    while not (ranks.finish and step >= ranks.finish):
+    while not (ranks.last_step and step >= ranks.last_step):
         time.sleep(random.uniform(0.0, 0.004))
         if hang == [str(rank), str(step)]:
             hang_once(folder)
-        ranks.together(step)
+        ranks.wait_for_all(step)
         if rank == 0:
             with (folder / "steps").open("a") as file:
                 file.write(f"{step}\n")
-            if (folder / "finish").exists() and not ranks.finish:
-                ranks.write(100, step + STEPS_MORE)
+            if (folder / "finish").exists() and not ranks.last_step:
+                ranks.write(LAST_STEP_SLOT, step + STEPS_BEFORE_FINISH)
         context.report_snapshot(step)
         context.step(step, loss=1 / (step + 1), samples=4)
         stop = context.should_stop()
         if stop:
-            said = {"step": step, "reason": stop.reason, "left": stop.seconds_left}
+            result = {"step": step, "reason": stop.reason, "seconds_left": stop.seconds_left}
             save()
-            write(folder / f"stopped.{generation}.{rank}", said)
+            write_json(folder / f"stopped.{generation}.{rank}", result)
             return
         if every and step % every == every - 1:
             save()

@@ -1,9 +1,11 @@
-"""A worker for fault tests: says where it stands, then works until it is told otherwise.
+"""A worker for fault tests: it writes a report about itself and computes until the test ends it.
 
-It imports no torch. `fault_worker.py FOLDER [ignore-term] [child]`: it ends with success when
-FOLDER/finish is there, and with exit code 1 when FOLDER/fail.<NODE> is (NODE from its
-environment). `ignore-term` makes it deaf to SIGTERM; with `child` it starts a child of its own.
-Its place names in `beside` the workers of earlier generations that its node has not stopped yet.
+It does not import torch. Usage: fault_worker.py FOLDER [ignore-term] [child].
+
+The report is FOLDER/report.GENERATION.RANK.PID.json. Its field `still_running` lists the workers of
+earlier generations that the node has not stopped yet. The worker exits with success when
+FOLDER/finish exists, and with exit code 1 when FOLDER/fail.NODE exists (NODE is an environment
+variable). With `ignore-term` it ignores SIGTERM; with `child` it starts a child process.
 """
 
 import json
@@ -26,7 +28,7 @@ NAMES = [
 ]
 
 
-def running(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -34,30 +36,33 @@ def running(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
-def beside(folder: Path, node: str, generation: int) -> list[int]:
+def find_running_workers(folder: Path, node: str, generation: int) -> list[int]:
+    """Return the pids of workers of earlier generations that still run on this node."""
     earlier = [
         json.loads(file.read_text())
         for file in folder.glob("report.*.json")
         if int(file.name.split(".")[1]) < generation
     ]
-    return [said["pid"] for said in earlier if said["node"] == node and running(said["pid"])]
+    pids = [report["pid"] for report in earlier if report["node"] == node]
+    return [pid for pid in pids if is_running(pid)]
 
 
 def main() -> None:
     folder, modes = Path(sys.argv[1]), sys.argv[2:]
     node = os.environ.get("NODE", "")
     report = {name: os.environ[name] for name in NAMES} | {"pid": os.getpid(), "node": node}
-    report["still_running"] = beside(folder, node, int(report["ELASTICLIB_GENERATION"]))
+    generation = int(report["ELASTICLIB_GENERATION"])
+    report["still_running"] = find_running_workers(folder, node, generation)
     if "ignore-term" in modes:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if "child" in modes:
-        deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
-        report["child"] = subprocess.Popen([sys.executable, "-S", "-c", deaf]).pid
+        code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
+        report["child"] = subprocess.Popen([sys.executable, "-S", "-c", code]).pid
     name = f"report.{report['ELASTICLIB_GENERATION']}.{report['RANK']}.{report['pid']}"
     (folder / f"{name}.part").write_text(json.dumps(report))
     (folder / f"{name}.part").rename(folder / f"{name}.json")
     count = 0
-    # Busy on purpose: a worker that computes looks at nothing and is told nothing.
+    # The loop is busy, because a worker that computes does not poll for messages of its agent.
     while not (folder / "finish").exists():
         if (folder / f"fail.{node}").exists():
             sys.exit(1)

@@ -1,11 +1,12 @@
-"""One of the frameworks' examples, with faults: `framework_job.py NAME KILLS HOLD TRACE FOLDER`.
+"""Run one of the framework examples with faults, and trace the samples of each step.
 
-KILLS are steps, comma-separated: in generation n rank 1 kills itself as it begins the nth, and
-leaves the time in the file HOLD.killed. No step is begun past the number in the file HOLD, while it
-is there. TRACE is the prefix of what `traces.read_traces` reads, and FOLDER the example's argument.
+Usage: framework_job.py NAME KILLS HOLD TRACE FOLDER. KILLS are comma-separated steps: in generation
+n, rank 1 kills itself when it starts the n-th of them, and writes the time to the file HOLD.killed.
+While the file HOLD exists, no rank starts a step after the number in it. TRACE is the prefix of the
+files for `traces.read_traces`, and FOLDER is the argument of the example.
 
-The examples know nothing of this: which samples a step uses is seen where their rows of numbers
-come to the model, and the epoch of a step follows from its number.
+The examples are not changed for this. The samples of a step are identified when their rows of
+numbers reach the model, and the epoch of a step follows from its number.
 """
 
 import os
@@ -22,57 +23,58 @@ from elasticlib import CheckpointManager
 from elasticlib.examples.train_text import append_trace, weights_sha256
 
 STEPS_AN_EPOCH = 10
-name, kills, hold, trace = sys.argv[1:5]
+name, kills, hold_file, trace = sys.argv[1:5]
 killed_at = [int(step) for step in kills.split(",") if step]
 generation = int(os.environ["ELASTICLIB_GENERATION"])
 
 
-def held(step):
+def must_wait(step):
+    """Return True if the file HOLD does not permit the step yet."""
     try:
-        return step > int(Path(hold).read_text() or step)
+        return step > int(Path(hold_file).read_text() or step)
     except FileNotFoundError:
         return False
 
 
-class Seen:
-    """What this rank has begun."""
+class Progress:
+    """The step of this rank and the rows of its data set."""
 
     def __init__(self):
         self.rows, self.step = [], None
 
-    def resumed(self, step):
+    def record_resume(self, step):
         self.step = step
         append_trace(trace, resumed=step, at=time.time())
 
-    def begin(self, rows):
-        """The next step, on these rows of numbers, each of which is one sample's."""
+    def start_step(self, rows):
+        """Start the next step, on these rows of numbers. Each row is one sample."""
         self.step += 1
-        while held(self.step):
+        while must_wait(self.step):
             time.sleep(0.01)
         numbers = [self.rows.index(row) for row in rows.tolist()]
         epoch, world = (self.step - 1) // STEPS_AN_EPOCH, int(os.environ["WORLD_SIZE"])
         append_trace(trace, step=self.step, epoch=epoch, indices=numbers, world_size=world)
         if os.environ["RANK"] == "1" and killed_at[generation - 1 :][:1] == [self.step]:
-            Path(f"{hold}.killed").write_text(str(time.monotonic()))
+            Path(f"{hold_file}.killed").write_text(str(time.monotonic()))
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-seen = Seen()
+progress = Progress()
 
 
-class SeenDataset(torch.utils.data.TensorDataset):
+class RecordedDataset(torch.utils.data.TensorDataset):
     def __init__(self, inputs, targets):
         super().__init__(inputs, targets)
-        seen.rows = inputs.tolist()
+        progress.rows = inputs.tolist()
 
 
 def before_forward(module, inputs):
     if isinstance(module, torch.nn.Linear):
-        seen.begin(inputs[0])
+        progress.start_step(inputs[0])
 
 
 def watch_linear_regression():
-    torch.utils.data.TensorDataset = SeenDataset
+    torch.utils.data.TensorDataset = RecordedDataset
     register_module_forward_pre_hook(before_forward)
 
 
@@ -80,7 +82,7 @@ def watch_lightning():
     from lightning.pytorch import LightningModule
 
     watch_linear_regression()
-    LightningModule.on_train_start = lambda self: seen.resumed(self.trainer.global_step)
+    LightningModule.on_train_start = lambda self: progress.record_resume(self.trainer.global_step)
 
 
 def watch_transformers():
@@ -88,30 +90,31 @@ def watch_transformers():
 
     compute_loss = Trainer.compute_loss
 
-    def compute_and_tell(self, model, inputs, *args, **rest):
-        if seen.step is None:
-            seen.rows = [sample["input_ids"].tolist() for sample in self.train_dataset]
-            seen.resumed(self.state.global_step)
-        seen.begin(inputs["input_ids"])
+    def compute_and_record(self, model, inputs, *args, **rest):
+        if progress.step is None:
+            progress.rows = [sample["input_ids"].tolist() for sample in self.train_dataset]
+            progress.record_resume(self.state.global_step)
+        progress.start_step(inputs["input_ids"])
         return compute_loss(self, model, inputs, *args, **rest)
 
-    Trainer.compute_loss = compute_and_tell
+    Trainer.compute_loss = compute_and_record
 
 
 def watch_manager():
     restore = CheckpointManager.restore
 
-    def restore_and_tell(self, *args, **rest):
-        found = restore(self, *args, **rest)
-        seen.resumed(found.step)
-        return found
+    def restore_and_record(self, *args, **rest):
+        result = restore(self, *args, **rest)
+        progress.record_resume(result.step)
+        return result
 
     watch_linear_regression()
-    CheckpointManager.restore = restore_and_tell
+    CheckpointManager.restore = restore_and_record
 
 
 {"lightning": watch_lightning, "transformers": watch_transformers}.get(name, watch_manager)()
 del sys.argv[1:5]
-ended = runpy.run_module(f"elasticlib.examples.with_{name}", run_name="__main__", alter_sys=True)
+example = f"elasticlib.examples.with_{name}"
+variables = runpy.run_module(example, run_name="__main__", alter_sys=True)
 if os.environ["RANK"] == "0":
-    print(f"weights sha256 {weights_sha256(ended['net'].cpu())}", flush=True)
+    print(f"weights sha256 {weights_sha256(variables['net'].cpu())}", flush=True)

@@ -1,9 +1,9 @@
-"""FSDP2 training on gloo that keeps a snapshot of each step and never saves.
+"""FSDP2 training on gloo that keeps a snapshot of each step and never saves a checkpoint.
 
-`fsdp_worker.py FOLDER`. Its place says which step it has restored and the digest of the whole
-state then. It takes no step beyond the number in FOLDER/permit; FOLDER/kept.STEP.RANK says that the
-snapshot of a step is kept, with the digest of the state. It ends with success when FOLDER/finish is
-there.
+Usage: fsdp_worker.py FOLDER. The worker's report contains the step that it has restored and the
+digest of the whole state at that step. The worker makes no step beyond the number in FOLDER/permit.
+When the snapshot of a step is complete, it writes the digest of the state to
+FOLDER/snapshot.STEP.RANK. It exits with success when FOLDER/finish exists.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from context_worker import write
+from context_worker import write_json
 from fault_worker import NAMES
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -24,8 +24,8 @@ from elasticlib import CheckpointManager
 
 
 def digest(state) -> str:
-    """Of all of it, put together from all ranks."""
-    found = hashlib.sha256()
+    """Return the digest of the whole state, gathered from all ranks."""
+    checksum = hashlib.sha256()
 
     def add(value) -> None:
         if hasattr(value, "state_dict"):
@@ -33,22 +33,22 @@ def digest(state) -> str:
         if isinstance(value, DTensor):
             value = value.full_tensor()
         if isinstance(value, torch.Tensor):
-            found.update(value.numpy().tobytes())
+            checksum.update(value.numpy().tobytes())
         elif isinstance(value, dict):
             for key in sorted(value, key=str):
-                found.update(str(key).encode())
+                checksum.update(str(key).encode())
                 add(value[key])
         elif isinstance(value, list):
             for part in value:
                 add(part)
         else:
-            found.update(repr(value).encode())
+            checksum.update(repr(value).encode())
 
     add(state)
-    return found.hexdigest()
+    return checksum.hexdigest()
 
 
-def made():
+def create_state():
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
@@ -71,12 +71,12 @@ def main() -> None:
     report = {name: os.environ[name] for name in NAMES} | {"pid": os.getpid(), "still_running": []}
     dist.init_process_group("gloo")
     manager = CheckpointManager(folder / "checkpoints")
-    state, rank, generation = made(), report["RANK"], report["ELASTICLIB_GENERATION"]
-    found = manager.restore(state)
-    report |= {"node": os.environ["NODE"], "restored": found.step, "source": found.source}
+    state, rank, generation = create_state(), report["RANK"], report["ELASTICLIB_GENERATION"]
+    restored = manager.restore(state)
+    report |= {"node": os.environ["NODE"], "restored": restored.step, "source": restored.source}
     report |= {"memory": os.path.dirname(os.environ["ELASTICLIB_SNAPSHOTS"])}
-    report |= {"digest": digest(state) if found.step else ""}
-    write(folder / f"report.{generation}.{rank}.{os.getpid()}.json", report)
+    report |= {"digest": digest(state) if restored.step else ""}
+    write_json(folder / f"report.{generation}.{rank}.{os.getpid()}.json", report)
     while True:
         while int((folder / "permit").read_text()) <= state["step"]:
             if (folder / "finish").exists():
@@ -84,7 +84,7 @@ def main() -> None:
             time.sleep(0.005)
         train(state)
         manager.snapshot(state["step"], state)
-        write(folder / f"kept.{state['step']}.{rank}", digest(state))
+        write_json(folder / f"snapshot.{state['step']}.{rank}", digest(state))
 
 
 if __name__ == "__main__":

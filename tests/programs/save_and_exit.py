@@ -1,7 +1,7 @@
-"""Processes that end while or after they save, each in one of the ways below: forks of this one.
+"""Processes that exit during or after a save, each in another way.
 
-Called with a directory. Each process saves into a directory there of its way's name, and writes its
-standard error beside it.
+Usage: save_and_exit.py FOLDER. Each process is a fork of this one. It saves to the directory with
+the name of its function, and writes its standard error to a log file next to that directory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def first_save_at_exit(folder: Path) -> None:
     atexit.register(save, CheckpointManager(SlowDisk(folder)), 1)
 
 
-def save_at_exit_behind_another(folder: Path) -> None:
+def save_at_exit_after_another(folder: Path) -> None:
     manager = CheckpointManager(SlowDisk(folder))
     atexit.register(save, manager, 2)
     save(manager, 1)
@@ -61,12 +61,12 @@ def save_in_a_thread_that_outlives_the_main_thread(folder: Path) -> None:
     threading.Thread(target=run).start()
 
 
-def exit_behind_a_save(folder: Path) -> None:
+def exit_after_a_save(folder: Path) -> None:
     save(CheckpointManager(SlowDisk(folder)), 1)
     sys.exit()
 
 
-def interrupt_behind_a_save(folder: Path) -> None:
+def interrupt_after_a_save(folder: Path) -> None:
     save(CheckpointManager(SlowDisk(folder)), 1)
     signal.raise_signal(signal.SIGINT)
 
@@ -79,18 +79,18 @@ def interrupt_of_a_save_that_waits(folder: Path) -> None:
 
 
 def exit_of_a_process_of_multiprocessing(folder: Path) -> None:
-    process = multiprocessing.get_context("fork").Process(target=exit_behind_a_save, args=(folder,))
+    process = multiprocessing.get_context("fork").Process(target=exit_after_a_save, args=(folder,))
     process.start()
     process.join()
 
 
 WAYS: list[Callable[[Path], None]] = [
     first_save_at_exit,
-    save_at_exit_behind_another,
+    save_at_exit_after_another,
     failing_save_at_exit,
     save_in_a_thread_that_outlives_the_main_thread,
-    exit_behind_a_save,
-    interrupt_behind_a_save,
+    exit_after_a_save,
+    interrupt_after_a_save,
     interrupt_of_a_save_that_waits,
     exit_of_a_process_of_multiprocessing,
 ]
@@ -98,7 +98,7 @@ WAYS: list[Callable[[Path], None]] = [
 
 def main() -> None:
     folder, pids = Path(sys.argv[1]), list[int]()
-    gc.freeze()  # The end of a fork is then several times faster.
+    gc.freeze()  # Without garbage collection of these objects, a fork exits several times faster.
     for way in WAYS:
         if not (pid := os.fork()):
             signal.signal(signal.SIGALRM, signal.default_int_handler)

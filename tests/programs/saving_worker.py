@@ -1,11 +1,13 @@
-"""A worker that saves when it is asked to end, which takes it a while; it imports no torch.
+"""A worker that takes a while to save when it has to stop. It does not import torch.
 
-`saving_worker.py FOLDER SECONDS`. It is asked by a file FOLDER/notice.NODE.GENERATION, or by
-SIGTERM, and then works for SECONDS and leaves FOLDER/saved.GENERATION.RANK, with a word on whether
-its child still lives. Its place, in the shape of the fault worker's, names in `saved` what was
-there when it began. Without being asked it ends when FOLDER/finish is there. While there is a
-FOLDER/hold.RANK it does nothing, but for FOLDER/heard.RANK, which says that SIGTERM has come; and
-no save ends while there is FOLDER/slow.
+Usage: saving_worker.py FOLDER SECONDS. A file FOLDER/notice.NODE.GENERATION, or SIGTERM, means that
+the worker has to stop. It then works for SECONDS and writes FOLDER/saved.GENERATION.RANK, with the
+signals that it got, and whether its child process is still running. The worker also exits when
+FOLDER/finish exists. Its report has the fields of fault_worker.py; `saved` lists the saves that
+existed when it started.
+
+While FOLDER/hold.RANK exists, the worker does not save; if it gets SIGTERM, it creates
+FOLDER/got_sigterm.RANK. While FOLDER/slow exists, no save completes.
 """
 
 import json
@@ -16,9 +18,9 @@ import sys
 import time
 from pathlib import Path
 
-from fault_worker import NAMES, running
+from fault_worker import NAMES, is_running
 
-asked = []
+signals = []
 
 
 def main() -> None:
@@ -28,7 +30,7 @@ def main() -> None:
     generation, rank = report["ELASTICLIB_GENERATION"], report["RANK"]
     report["saved"] = sorted(file.name for file in folder.glob("saved.*"))
     report["still_running"] = []
-    signal.signal(signal.SIGTERM, lambda *_: asked.append("SIGTERM"))
+    signal.signal(signal.SIGTERM, lambda *_: signals.append("SIGTERM"))
     child = subprocess.Popen(["sleep", "600"])
     name = f"report.{generation}.{rank}.{os.getpid()}"
     (folder / f"{name}.part").write_text(json.dumps(report))
@@ -36,18 +38,18 @@ def main() -> None:
     notice = folder / f"notice.{node}.{generation}"
     hold = folder / f"hold.{rank}"
     while not (folder / "finish").exists():
-        # Whoever is asked after a hold was laid sees it: the hold is looked for last.
-        due = bool(asked) or notice.exists()
-        if due and hold.exists():
-            if asked:
-                (folder / f"heard.{rank}").touch()
-        elif due:
+        # The worker checks for the hold last, so that it respects one from before the request.
+        is_due = bool(signals) or notice.exists()
+        if is_due and hold.exists():
+            if signals:
+                (folder / f"got_sigterm.{rank}").touch()
+        elif is_due:
             (folder / f"saving.{generation}.{rank}").touch()
             end = time.monotonic() + seconds
             while time.monotonic() < end or (folder / "slow").exists():
                 sum(range(20_000))
-            said = {"child": running(child.pid), "asked": asked}
-            (folder / f"saved.{generation}.{rank}").write_text(json.dumps(said))
+            result = {"child_runs": is_running(child.pid), "signals": signals}
+            (folder / f"saved.{generation}.{rank}").write_text(json.dumps(result))
             break
         time.sleep(0.005)
     child.kill()

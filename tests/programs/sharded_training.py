@@ -1,9 +1,9 @@
-"""FSDP2 training on any number of ranks that keeps snapshots of each step, and no checkpoint.
+"""FSDP2 training on any number of ranks that keeps a snapshot of each step and saves no checkpoint.
 
-`sharded_training.py FOLDER`. Its place says what it restored: the step, from where, and the sum of
-all bits of the whole state (`bits`). After each step the first rank writes that sum to
-FOLDER/bits.GENERATION.STEP. No step is taken beyond the number in FOLDER/permit. It ends with
-success when FOLDER/finish is there.
+Usage: sharded_training.py FOLDER. The worker's report contains the step that it has restored, the
+source of that state, and a checksum of all bits of the whole state (`bits`). After each step, rank
+0 writes this checksum to FOLDER/bits.GENERATION.STEP. The worker makes no step beyond the number in
+FOLDER/permit, and exits with success when FOLDER/finish exists.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from context_worker import write
+from context_worker import write_json
 from fault_worker import NAMES
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -24,8 +24,8 @@ from elasticlib import CheckpointManager
 from elasticlib.checkpoint.snapshot_source import snapshot_location
 
 
-def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """Uneven over any number of ranks; of the last layer some have nothing."""
+def create_model() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Create a model with uneven shards; some ranks have no elements of the last layer."""
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = torch.nn.Sequential(torch.nn.Linear(6, 13), torch.nn.Tanh(), torch.nn.Linear(13, 2))
@@ -42,53 +42,54 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -
     optimizer.zero_grad()
 
 
-def bits(value: object) -> str:
-    """The sum of the whole state, which all ranks put together."""
-    summed = hashlib.sha256()
+def checksum_bits(state: object) -> str:
+    """Return a checksum of the whole state, gathered from all ranks."""
+    checksum = hashlib.sha256()
 
     def add(part: object) -> None:
         if isinstance(part, DTensor):
             part = part.full_tensor()
         if isinstance(part, dict):
             for key, item in part.items():
-                summed.update(repr(key).encode())
+                checksum.update(repr(key).encode())
                 add(item)
         elif isinstance(part, list | tuple):
             for item in part:
                 add(item)
         else:
-            summed.update(repr(part.tolist() if isinstance(part, torch.Tensor) else part).encode())
+            value = part.tolist() if isinstance(part, torch.Tensor) else part
+            checksum.update(repr(value).encode())
 
-    add(value)
-    return summed.hexdigest()
+    add(state)
+    return checksum.hexdigest()
 
 
 def main() -> None:
     folder = Path(sys.argv[1])
     report = {name: os.environ[name] for name in NAMES} | {"pid": os.getpid(), "still_running": []}
-    where = snapshot_location()
-    assert where is not None
-    report |= {"node": os.environ["NODE"], "memory": str(Path(where.folder).parent)}
+    location = snapshot_location()
+    assert location is not None
+    report |= {"node": os.environ["NODE"], "memory": str(Path(location.folder).parent)}
     dist.init_process_group("gloo")
-    model, optimizer = made()
+    model, optimizer = create_model()
     state = {"model": model, "optimizer": optimizer, "step": 0}
     with CheckpointManager(folder / "no checkpoints") as manager:
-        found = manager.restore(state)
-        assert found.step == state["step"]
-        report |= {"step": found.step, "source": found.source, "skipped": found.skipped}
-        report["bits"] = bits([model.state_dict(), optimizer.state_dict()])
+        restored = manager.restore(state)
+        assert restored.step == state["step"]
+        report |= {"step": restored.step, "source": restored.source, "skipped": restored.skipped}
+        report["bits"] = checksum_bits([model.state_dict(), optimizer.state_dict()])
         generation, rank = report["ELASTICLIB_GENERATION"], dist.get_rank()
-        write(folder / f"report.{generation}.{rank}.{os.getpid()}.json", report)
-        for step in range(found.step + 1, 1_000_000):
+        write_json(folder / f"report.{generation}.{rank}.{os.getpid()}.json", report)
+        for step in range(restored.step + 1, 1_000_000):
             while int((folder / "permit").read_text()) < step:
                 if (folder / "finish").exists():
                     return
                 time.sleep(1e-2)
             train(model, optimizer, step)
             state["step"] = step
-            whole = bits([model.state_dict(), optimizer.state_dict()])
+            checksum = checksum_bits([model.state_dict(), optimizer.state_dict()])
             if rank == 0:
-                write(folder / f"bits.{generation}.{step}", whole)
+                write_json(folder / f"bits.{generation}.{step}", checksum)
             manager.snapshot(step, state)
 
 

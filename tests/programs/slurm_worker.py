@@ -1,8 +1,9 @@
-"""What docs/slurm.md calls `train.py`, as small as it may be: it imports no torch.
+"""The `train.py` of docs/slurm.md, without torch.
 
-Started in the folder where it reports: each rank leaves start.RANK.STEP and end.RANK.STEP.REASON,
-and its place in the fault worker's shape; each task of an array does so in `task.INDEX`. It goes on
-until it is to stop, when it saves its step, or until there is a file `finish`.
+The current directory is the one for reports. Each rank creates start.RANK.STEP and
+end.RANK.STEP.REASON, and writes a report with the fields of fault_worker.py. Each task of a job
+array does so in task.INDEX. The worker runs until the file `finish` exists or
+`context().should_stop()` returns a request, and then saves its step.
 """
 
 import json
@@ -22,7 +23,7 @@ def main() -> None:
     step = int(saved.read_text()) if saved.exists() else 0
     Path(f"start.{rank}.{step}").touch()
     context().report_starting()
-    say_place()
+    write_report()
     stop = None
     while stop is None and not Path("finish").exists():
         step += 1
@@ -40,7 +41,7 @@ def enter_folder() -> None:
         os.chdir(f"task.{task}")
 
 
-def agent() -> int:
+def find_agent() -> int:
     """Return the pid of the agent: the parent of the supervisor process."""
     pid, is_supervisor = os.getpid(), False
     while not is_supervisor:
@@ -49,11 +50,11 @@ def agent() -> int:
     return pid
 
 
-def say_place() -> None:
+def write_report() -> None:
     report = {name: os.environ[name] for name in NAMES}
     report |= {"node": os.uname().nodename, "pid": os.getpid(), "still_running": []}
-    report |= {"id": os.environ["TORCHELASTIC_RUN_ID"], "agent": agent()}
-    report["deaf"] = signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+    report |= {"id": os.environ["TORCHELASTIC_RUN_ID"], "agent": find_agent()}
+    report["ignores_sigusr1"] = signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
     name = f"report.{report['ELASTICLIB_GENERATION']}.{report['RANK']}.{report['pid']}"
     Path(f"{name}.part").write_text(json.dumps(report))
     Path(f"{name}.part").rename(f"{name}.json")

@@ -1,10 +1,11 @@
-"""A worker that snapshots after each step, and goes on from the newest that it finds.
+"""A worker that takes a snapshot after each step and resumes from the newest one that it finds.
 
-`snapshot_worker.py FOLDER [size N] [parts] [paced]`. Its state is N numbers that are all its step;
-with `parts` each rank has its own part. Its place says what it found in its agent's memory
-(`held`, as [step, part, parts]) and which of it was wrong. FOLDER/progress.ranks holds, for each
-rank, the step that it has begun to snapshot and the last one that is done. `paced`: it takes no
-step beyond the number in FOLDER/permit. It ends with success when FOLDER/finish is there.
+Usage: snapshot_worker.py FOLDER [size N] [parts] [paced]. The state is N numbers that are all equal
+to the step. With `parts`, each rank has its own part of the state. The worker's report lists the
+snapshots in its agent's memory (`snapshots`, as [step, part, number of parts]) and those with wrong
+contents (`wrong`). FOLDER/ranks.progress holds, for each rank, the step of the snapshot that it
+started last and of the last complete one. With `paced`, the worker makes no step beyond the number
+in FOLDER/permit. It exits with success when FOLDER/finish exists.
 """
 
 import os
@@ -13,24 +14,24 @@ import time
 from pathlib import Path
 
 import torch
-from context_worker import Ranks, option, write
+from context_worker import Ranks, read_option, write_json
 from fault_worker import NAMES
 
 from elasticlib.checkpoint.pack import plan_layout, unpack
 from elasticlib.checkpoint.snapshot_source import SnapshotSource, snapshot_location
 
 
-def is_right(memory: SnapshotSource, held) -> bool:
-    state = unpack(memory.view(held), copy=False)
-    return state["step"] == held.step and bool((state["numbers"] == held.step).all())
+def is_intact(memory: SnapshotSource, snapshot) -> bool:
+    state = unpack(memory.view(snapshot), copy=False)
+    return state["step"] == snapshot.step and bool((state["numbers"] == snapshot.step).all())
 
 
-def newest_complete(found) -> int:
+def find_newest_complete_step(snapshots) -> int:
     parts: dict[int, set[int]] = {}
-    for held in found:
-        parts.setdefault(held.step, set()).add(held.part)
-        if len(parts[held.step]) == max(1, held.num_parts):
-            return held.step
+    for snapshot in snapshots:
+        parts.setdefault(snapshot.step, set()).add(snapshot.part)
+        if len(parts[snapshot.step]) == max(1, snapshot.num_parts):
+            return snapshot.step
     return 0
 
 
@@ -38,34 +39,35 @@ def main() -> None:
     folder = Path(sys.argv[1])
     report = {name: os.environ[name] for name in NAMES} | {"pid": os.getpid(), "still_running": []}
     rank, world = int(report["RANK"]), int(report["WORLD_SIZE"])
-    where = snapshot_location()
-    assert where is not None
-    line = {"part": rank, "parts": world, "sharded": True} if "parts" in sys.argv else {}
-    memory = SnapshotSource(where, folder=str(folder / "disk"))
-    found = memory.list_states()
-    step = newest_complete(found)
-    report |= {"node": os.environ["NODE"], "memory": str(Path(where.folder).parent)}
-    report["held"] = [[held.step, held.part, held.num_parts] for held in found]
-    report["wrong"] = [str(held) for held in found if not is_right(memory, held)]
+    location = snapshot_location()
+    assert location is not None
+    part = {"part": rank, "parts": world, "sharded": True} if "parts" in sys.argv else {}
+    memory = SnapshotSource(location, folder=str(folder / "disk"))
+    snapshots = memory.list_states()
+    step = find_newest_complete_step(snapshots)
+    report |= {"node": os.environ["NODE"], "memory": str(Path(location.folder).parent)}
+    report["snapshots"] = [[one.step, one.part, one.num_parts] for one in snapshots]
+    report["wrong"] = [str(one) for one in snapshots if not is_intact(memory, one)]
     ranks = Ranks(folder, report["ELASTICLIB_GENERATION"], rank, world)
     progress = Ranks(folder, "progress", rank, world)
-    # All have looked before any goes on.
-    write(folder / f"report.{report['ELASTICLIB_GENERATION']}.{rank}.{os.getpid()}.json", report)
-    ranks.together(0)
+    # All ranks have read the memory before any of them makes a step.
+    name = f"report.{report['ELASTICLIB_GENERATION']}.{rank}.{os.getpid()}.json"
+    write_json(folder / name, report)
+    ranks.wait_for_all(0)
     memory.resume_from(step)
-    numbers = torch.zeros(int(option("size", "8")))
+    numbers = torch.zeros(int(read_option("size", "8")))
     while True:
         step += 1
         while "paced" in sys.argv and int((folder / "permit").read_text()) < step:
             if (folder / "finish").exists():
                 return
             time.sleep(1e-3)
-        ranks.together(step)
+        ranks.wait_for_all(step)
         progress.write(2 * rank, step)
         memory.keep(
             step,
             plan_layout({"step": step, "numbers": numbers.fill_(step)}, {"shards": []}),
-            **line,
+            **part,
         )
         progress.write(2 * rank + 1, step)
 

@@ -1,8 +1,9 @@
-"""A fault campaign: which faults a job meets, at which of its training steps; drawn from a seed.
+"""Fault campaign: which faults a job meets at which of its training steps, drawn from a seed.
 
-It is a value and a file: a header, then a fault a line, in the order in which they strike. The
-number of nodes that are there follows from the faults before, so that each of them can be played;
-a campaign in which one cannot is refused. Nothing here reads a clock or touches a process.
+A campaign is a value and a file: a header line, and one line per fault in the order of their steps.
+The number of nodes after each fault follows from the faults before it, so that every fault can be
+injected. A campaign in which one cannot is rejected. This module reads no clock and starts no
+process.
 """
 
 from __future__ import annotations
@@ -14,144 +15,154 @@ from typing import Any
 
 import attrs
 
-VERSION = 1
+VERSION = 2
 FORMAT = "elasticlib fault campaign"
-MOST_NODES = 3
-FIRST_NODES = 2
-AHEAD = 60
-"""Steps by which the job may be past a fault that cannot strike yet; further it waits."""
-WHERE = ("begin", "gradients", "update", "kept")
-"""In which part of its step a worker meets a fault of its own making: before it computes, before
-the gradients are summed, after the weights changed, after the snapshot."""
+MAX_NODES = 3
+INITIAL_NODES = 2
+# The job may train this number of steps past a fault that cannot be injected yet. Then it waits.
+MAX_STEPS_AHEAD = 60
+# The part of its step in which a worker causes a fault: before it computes, before gradients are
+# summed, after the weights have changed, and after the snapshot.
+STEP_PARTS = ("start", "gradients", "update", "snapshot")
 EXIT_CODES = (1, 3, 7, 42, 113, 255)
-EXCEPTION, EXIT, SEGFAULT, SLOW = range(1, 5)
-"""By which numbers a worker is asked for a fault."""
+EXCEPTION, EXIT, SEGFAULT, SLOW = range(1, 5)  # the faults that a worker causes on request
+# The training of the job: samples of an epoch, global batch size and number of logical workers.
 SAMPLES, BATCH, LOGICAL = 6400, 8, 8
+# Steps between two checkpoints, and between two digests of the weights, and checkpoints to keep.
 SAVE_EVERY, DIGEST_EVERY, KEEP_LAST = 20, 500, 3
-"""What the job trains on, and after how many steps it does what."""
 
 
 @attrs.frozen
-class Kind:
-    """weight: of a hundred faults about so many. steps: that the job is given beside the spacing,
-    as it may go on meanwhile. least, most: nodes that must be there before it strikes. change: of
-    their number; None where all are lost and FIRST_NODES come."""
+class FaultKind:
+    """A kind of fault."""
 
-    weight: float
-    what: str
-    steps: int = 0
-    least: int = 1
-    most: int = MOST_NODES
-    change: int | None = 0
+    weight: float  # its share of all faults in percent
+    description: str  # the noun phrase in the table of results
+    extra_steps: int = 0  # added to the spacing, because the job may train during the fault
+    min_nodes: int = 1  # the nodes that the job must have before the fault
+    max_nodes: int = MAX_NODES
+    node_change: int | None = 0  # None: all nodes are lost, and INITIAL_NODES replace them
 
 
-KINDS: Mapping[str, Kind] = {
-    "kill": Kind(22, "SIGKILL to a worker"),
-    "exception": Kind(14, "an exception in a worker's step"),
-    "exit": Kind(12, "sys.exit(n) in a worker's step"),
-    "segfault": Kind(10, "a worker reads address 0"),
-    "join": Kind(7.5, "a node joins", most=MOST_NODES - 1, change=1),
-    "drain": Kind(7.5, "a node is told to leave (SIGUSR2)", least=2, change=-1),
-    "agent": Kind(8, "SIGKILL to an agent; another node comes", least=2),
-    "slow": Kind(6, "a worker takes a second over a step"),
-    "store": Kind(4, "the store's process is killed, and starts again empty"),
-    "hang": Kind(2, "SIGSTOP to a worker, for longer than the hang timeout"),
-    "stopped": Kind(2, "SIGSTOP to an agent, past its lease", steps=60, least=2),
-    "partition": Kind(2, "a node is cut off from the store, past its lease", steps=60, least=2),
-    "full": Kind(1.5, "no room on the checkpoints' disk", steps=40),
-    "corrupt": Kind(1.5, "the newest checkpoint is damaged, and all nodes are lost", change=None),
+FAULT_KINDS: Mapping[str, FaultKind] = {
+    "kill": FaultKind(22, "SIGKILL of a worker"),
+    "exception": FaultKind(14, "exception in a training step"),
+    "exit": FaultKind(12, "`sys.exit(n)` in a training step"),
+    "segfault": FaultKind(10, "segmentation fault of a worker"),
+    "join": FaultKind(7.5, "join of a node", max_nodes=MAX_NODES - 1, node_change=1),
+    "drain": FaultKind(7.5, "drain of a node (SIGUSR2)", min_nodes=2, node_change=-1),
+    "agent": FaultKind(8, "SIGKILL of an agent, and join of a replacement", min_nodes=2),
+    "slow": FaultKind(6, "training step that takes 1 s longer"),
+    "store": FaultKind(4, "SIGKILL of the store, and restart without its data"),
+    "hang": FaultKind(2, "SIGSTOP of a worker beyond the hang timeout"),
+    "stopped": FaultKind(2, "SIGSTOP of an agent beyond its lease", extra_steps=60, min_nodes=2),
+    "partition": FaultKind(
+        2, "network partition of a node beyond its lease", extra_steps=60, min_nodes=2
+    ),
+    "full": FaultKind(1.5, "full disk for checkpoints", extra_steps=40),
+    "corrupt": FaultKind(
+        1.5, "corruption of the newest checkpoint, and loss of all nodes", node_change=None
+    ),
 }
 
 
 @attrs.frozen
 class Fault:
-    """at: the training step at which it is due. which: chooses the victim among those there."""
+    """A fault of a campaign."""
 
-    at: int
+    step: int  # the training step at which it is due
     kind: str
-    which: int = 0
+    victim: int = 0  # selects one of the ranks or nodes of the job, modulo their number
     parameters: Mapping[str, Any] = attrs.field(factory=dict)
 
 
 @attrs.frozen
 class Campaign:
-    """seed, mix and spacing are what it was drawn from, to show to people."""
+    """The faults of a soak. Seed, mix and spacing show how they were drawn."""
 
     seed: int
-    mix: Mapping[str, float]
-    spacing: tuple[int, int]
+    mix: Mapping[str, float]  # the weight of each kind
+    spacing: tuple[int, int]  # the minimum and maximum of steps between two faults
     faults: tuple[Fault, ...]
 
     @property
     def steps(self) -> int:
-        """After which the job is over: the last fault, and time to recover from it, in which who
-        is there trains on while others come."""
+        """The number of training steps: up to the last fault, and for the recovery from it.
+
+        While other nodes start, the remaining ones train.
+        """
         last = self.faults[-1]
-        kind = KINDS[last.kind]
-        quick = kind.least == 1 and kind.change == 0 and not kind.steps
-        return last.at + AHEAD + (80 if quick else 400)
+        kind = FAULT_KINDS[last.kind]
+        is_quick = kind.min_nodes == 1 and kind.node_change == 0 and not kind.extra_steps
+        return last.step + MAX_STEPS_AHEAD + (80 if is_quick else 400)
 
 
 class CampaignError(ValueError):
-    """A campaign that cannot be played, or a file that holds none."""
+    """A campaign that cannot be drawn or run, or a file that contains none."""
 
 
-def usual_mix(without: Sequence[str] = ()) -> dict[str, float]:
-    """The weights of all kinds, but for those left out."""
-    return {name: kind.weight for name, kind in KINDS.items() if name not in without}
+def default_mix(excluded: Sequence[str] = ()) -> dict[str, float]:
+    """Return the weights of all kinds, except the excluded ones."""
+    return {name: kind.weight for name, kind in FAULT_KINDS.items() if name not in excluded}
 
 
 def draw(
     seed: int, count: int, mix: Mapping[str, float], spacing: tuple[int, int] = (15, 25)
 ) -> Campaign:
-    """So many faults of the kinds in the mix, by weight, with so many steps between two.
+    """Draw a campaign.
+
+    Args:
+        seed: The same seed and arguments give the same campaign.
+        count: The number of faults.
+        mix: The weight of each kind.
+        spacing: The minimum and maximum of steps between two faults.
 
     Raises:
-        CampaignError: it cannot be drawn.
+        CampaignError: No campaign can be drawn from these arguments.
     """
-    _check_drawn_from(count, mix, spacing)
+    _check_arguments(count, mix, spacing)
     random = Random(seed)
     faults: list[Fault] = []
-    nodes, at = FIRST_NODES, 0
+    nodes, step = INITIAL_NODES, 0
     for _ in range(count):
-        at += random.randint(*spacing)
-        fitting = [name for name in mix if _fits(KINDS[name], nodes)]
-        if not fitting:
-            raise CampaignError(f"no kind of {', '.join(mix)} can strike {nodes} nodes")
-        (name,) = random.choices(fitting, [mix[name] for name in fitting])
-        faults.append(Fault(at, name, random.randrange(1 << 16), _parameters(name, random)))
-        nodes = after(nodes, name)
-        at += KINDS[name].steps
+        step += random.randint(*spacing)
+        possible = [name for name in mix if _is_possible(FAULT_KINDS[name], nodes)]
+        if not possible:
+            raise CampaignError(f"no kind of {', '.join(mix)} is possible with {nodes} nodes")
+        (name,) = random.choices(possible, [mix[name] for name in possible])
+        faults.append(Fault(step, name, random.randrange(1 << 16), _draw_parameters(name, random)))
+        nodes = nodes_after(nodes, name)
+        step += FAULT_KINDS[name].extra_steps
     return Campaign(seed, dict(mix), spacing, tuple(faults))
 
 
-def _check_drawn_from(count: int, mix: Mapping[str, float], spacing: tuple[int, int]) -> None:
+def _check_arguments(count: int, mix: Mapping[str, float], spacing: tuple[int, int]) -> None:
     if count < 1:
-        raise CampaignError(f"a campaign has at least one fault, got {count}")
+        raise CampaignError(f"a campaign must have at least one fault, got {count}")
     if not 1 <= spacing[0] <= spacing[1]:
-        raise CampaignError(f"the spacing is MIN to MAX steps, 1 <= MIN <= MAX, got {spacing}")
+        raise CampaignError(f"spacing must be MIN, MAX with 1 <= MIN <= MAX, got {spacing}")
     for name, weight in mix.items():
-        if name not in KINDS:
-            raise CampaignError(f"there is no fault {name!r}; there are {', '.join(KINDS)}")
+        if name not in FAULT_KINDS:
+            raise CampaignError(f"unknown fault {name!r}; known are {', '.join(FAULT_KINDS)}")
         if not weight > 0:
-            raise CampaignError(f"the weight of {name} is above 0, got {weight}")
+            raise CampaignError(f"the weight of {name} must be above 0, got {weight}")
 
 
-def _fits(kind: Kind, nodes: int) -> bool:
-    return kind.least <= nodes <= kind.most
+def _is_possible(kind: FaultKind, nodes: int) -> bool:
+    return kind.min_nodes <= nodes <= kind.max_nodes
 
 
-def after(nodes: int, kind: str) -> int:
-    """How many nodes there are after a fault of this kind."""
-    change = KINDS[kind].change
-    return FIRST_NODES if change is None else nodes + change
+def nodes_after(nodes: int, kind: str) -> int:
+    """Return the number of nodes after a fault of this kind."""
+    change = FAULT_KINDS[kind].node_change
+    return INITIAL_NODES if change is None else nodes + change
 
 
-def _parameters(kind: str, random: Random) -> dict[str, Any]:
+def _draw_parameters(kind: str, random: Random) -> dict[str, Any]:
     if kind in ("exception", "segfault"):
-        return {"where": random.choice(WHERE)}
+        return {"part": random.choice(STEP_PARTS)}
     if kind == "exit":
-        return {"where": random.choice(WHERE), "code": random.choice(EXIT_CODES)}
+        return {"part": random.choice(STEP_PARTS), "code": random.choice(EXIT_CODES)}
     if kind == "kill":
         return {"delay_ms": random.randrange(30)}
     if kind == "slow":
@@ -163,57 +174,58 @@ def _parameters(kind: str, random: Random) -> dict[str, Any]:
 
 
 def write(campaign: Campaign) -> str:
-    """The campaign as text, a line of JSON each for its header and its faults."""
+    """Return the campaign as text: one line of JSON for the header, and one for each fault."""
     header = {"format": FORMAT, "version": VERSION, "faults": len(campaign.faults)}
     header |= {"seed": campaign.seed, "mix": dict(campaign.mix), "spacing": campaign.spacing}
-    lines = [header, *(_line(fault) for fault in campaign.faults)]
+    lines = [header, *(_fault_to_json(fault) for fault in campaign.faults)]
     return "".join(json.dumps(line) + "\n" for line in lines)
 
 
-def _line(fault: Fault) -> dict[str, Any]:
-    line = {"at": fault.at, "kind": fault.kind, "which": fault.which}
-    return line | ({"parameters": dict(fault.parameters)} if fault.parameters else {})
+def _fault_to_json(fault: Fault) -> dict[str, Any]:
+    plain = {"step": fault.step, "kind": fault.kind, "victim": fault.victim}
+    return plain | ({"parameters": dict(fault.parameters)} if fault.parameters else {})
 
 
 def read(text: str) -> Campaign:
-    """What `write` wrote, or a person did.
+    """Return the campaign in a text that `write` or a person wrote.
 
     Raises:
-        CampaignError: it is no campaign, or one that cannot be played; names the line.
+        CampaignError: The text is not a campaign, or a fault is not possible. The message names the
+            line.
     """
     header: dict[str, Any] = {}
     faults: list[Fault] = []
     for number, line in enumerate(text.splitlines(), 1):
         try:
-            found = json.loads(line)
+            plain = json.loads(line)
             if number == 1:
-                header = dict(found)
+                header = dict(plain)
             else:
-                faults.append(Fault(**found))
+                faults.append(Fault(**plain))
         except (ValueError, TypeError) as error:
-            raise CampaignError(f"line {number} is no part of a campaign: {error}") from error
-    wanted = {"format": FORMAT, "version": VERSION, "faults": len(faults)}
-    if not faults or any(header.get(name) != value for name, value in wanted.items()):
-        raise CampaignError(f"line 1 is no header of a campaign, as {wanted} is, got {header}")
-    _check_order(faults)
+            raise CampaignError(f"line {number} is not part of a campaign: {error}") from error
+    expected = {"format": FORMAT, "version": VERSION, "faults": len(faults)}
+    if not faults or any(header.get(name) != value for name, value in expected.items()):
+        raise CampaignError(f"line 1 must be the header {expected} of a campaign, got {header}")
+    _check_faults(faults)
     low, high = header.get("spacing", (15, 25))
     return Campaign(header.get("seed", 0), header.get("mix", {}), (low, high), tuple(faults))
 
 
-def _check_order(faults: Sequence[Fault]) -> None:
-    nodes, last = FIRST_NODES, 0
+def _check_faults(faults: Sequence[Fault]) -> None:
+    nodes, last = INITIAL_NODES, 0
     for number, fault in enumerate(faults, 2):
-        kind = KINDS.get(fault.kind)
-        if kind is None or set(fault.parameters) != set(_parameters(fault.kind, Random(0))):
-            raise CampaignError(f"line {number}: there is no such fault: {fault}")
-        if fault.at <= last:
+        kind = FAULT_KINDS.get(fault.kind)
+        if kind is None or set(fault.parameters) != set(_draw_parameters(fault.kind, Random(0))):
+            raise CampaignError(f"line {number}: unknown fault or parameters: {fault}")
+        if fault.step <= last:
             raise CampaignError(
-                f"line {number}: faults come in the order of their steps, got {fault.at} "
+                f"line {number}: faults must be in the order of their steps, got {fault.step} "
                 f"after {last}"
             )
-        if not _fits(kind, nodes):
+        if not _is_possible(kind, nodes):
             raise CampaignError(
-                f"line {number}: {fault.kind} needs {kind.least} to {kind.most} nodes, and after "
-                f"the faults before it there are {nodes}"
+                f"line {number}: {fault.kind} needs {kind.min_nodes} to {kind.max_nodes} nodes, "
+                f"but the job has {nodes} after the faults before it"
             )
-        nodes, last = after(nodes, fault.kind), fault.at
+        nodes, last = nodes_after(nodes, fault.kind), fault.step

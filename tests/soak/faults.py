@@ -1,7 +1,7 @@
-"""How each kind of fault is done to the job, and how it is known to have taken effect.
+"""Injection of each kind of fault, and the check that it had its effect.
 
-Each returns once it has: when it struck, after which generation the job must go on in another
-one, and what showed it. What showed nothing raises NoEffect.
+Each function returns only after the fault had its effect. It returns when the fault occurred, and
+whether the workers must be restarted. A fault without a visible effect raises NoEffectError.
 """
 
 from __future__ import annotations
@@ -18,248 +18,266 @@ from jobs import is_alive
 
 from elasticlib.observe.event import Event
 
-from .board import Rank, View
-from .campaign import EXCEPTION, EXIT, SEGFAULT, SLOW, WHERE, Fault
-from .nodes import LEASE
-from .stage import Stage, now
+from .campaign import EXCEPTION, EXIT, SEGFAULT, SLOW, STEP_PARTS, Fault
+from .nodes import LEASE_S
+from .shared_page import JobView, RankState
+from .soak_job import SoakJob, now
+
+DRAIN_EXIT_CODE = 75
+NODE_EXIT_TIMEOUT_S = 30.0
+HANG_DETECTION_TIMEOUT_S = 30.0
 
 
-class NoEffect(Exception):
-    """The fault was injected, and did nothing that could be seen."""
+class NoEffectError(Exception):
+    """The fault was injected and had no visible effect."""
 
 
 @attrs.frozen
 class Effect:
-    """at: when it struck, on the monotonic clock; 0 for what begins when the training pauses.
-    restarts: whether another generation must follow. damaged: a step whose checkpoint is. step:
-    in which it struck, where that is known."""
+    """The effect of a fault."""
 
-    at: float
-    shown: str
-    restarts: bool = True
-    damaged: int = 0
-    step: int = 0
+    at: float  # the monotonic time of the fault; 0 if it starts when training pauses
+    description: str  # what showed the effect
+    restarts: bool = True  # another generation must follow
+    damaged_step: int = 0  # the step of the checkpoint that was damaged
+    step: int = 0  # the step in which the fault occurred, if it is known
 
 
-def strike(stage: Stage, fault: Fault, view: View) -> Effect:
-    """Do it now, to a job that is whole.
+def inject(job: SoakJob, fault: Fault, view: JobView) -> Effect:
+    """Inject a fault into a job all of whose nodes train, and wait for its effect.
 
     Raises:
-        NoEffect: nothing came of it. AssertionError: what should follow did not, in time.
+        NoEffectError: The fault had no visible effect.
+        AssertionError: An expected consequence did not happen within its time limit.
     """
-    return _DOERS[fault.kind](stage, fault, view)
+    return _INJECTORS[fault.kind](job, fault, view)
 
 
-def _victim(fault: Fault, view: View) -> tuple[int, Rank]:
-    number = fault.which % len(view.ranks)
+def _select_rank(fault: Fault, view: JobView) -> tuple[int, RankState]:
+    number = fault.victim % len(view.ranks)
     return number, view.ranks[number]
 
 
 # -- workers --------------------------------------------------------------------------------------
 
 
-def _ended(stage: Stage, view: View, rank: int, code: int, since: float) -> Event:
-    """Waits for the node's own word that this worker ended so since then, by itself."""
+def _wait_for_exit(job: SoakJob, view: JobView, rank: int, code: int, since: float) -> Event:
+    """Wait until the agent records that this worker exited by itself with this code."""
 
-    def wanted(event: Event) -> bool:
-        of_it = event.kind == "worker.exited" and event.rank == rank
-        return of_it and event.generation == view.generation
+    def is_match(event: Event) -> bool:
+        is_exit = event.kind == "worker.exited" and event.rank == rank
+        return is_exit and event.generation == view.generation
 
-    event = stage.event(f"rank {rank} to end with code {code}", since, wanted)
+    event = job.wait_for_event(f"rank {rank} to exit with code {code}", since, is_match)
     if event.data["exit_code"] != code or event.data["stopped"]:
-        raise NoEffect(f"rank {rank} ended otherwise: {event.data['description']}")
+        raise NoEffectError(f"rank {rank} exited otherwise: {event.data['description']}")
     return event
 
 
-def _kill(stage: Stage, fault: Fault, view: View) -> Effect:
-    number, rank = _victim(fault, view)
-    # Steps begin when the soak looks; a kill comes at any time in them.
+def _kill_worker(job: SoakJob, fault: Fault, view: JobView) -> Effect:
+    number, rank = _select_rank(fault, view)
+    # The soak polls at the start of a step. The delay spreads the kills over the whole step.
     time.sleep(fault.parameters["delay_ms"] / 1000)
     at = now()
     try:
         os.kill(rank.pid, signal.SIGKILL)
     except ProcessLookupError:
-        raise NoEffect(f"rank {number} had ended") from None
-    event = _ended(stage, view, number, -signal.SIGKILL, at)
+        raise NoEffectError(f"rank {number} had exited") from None
+    event = _wait_for_exit(job, view, number, -signal.SIGKILL, at)
     return Effect(at, f"rank {number}: {event.data['description']}")
 
 
-def _by_itself(what: int, code: int | None) -> Callable[[Stage, Fault, View], Effect]:
-    def strike(stage: Stage, fault: Fault, view: View) -> Effect:
-        number, _ = _victim(fault, view)
-        where = fault.parameters["where"]
+def _request_from_worker(
+    request: int, code: int | None
+) -> Callable[[SoakJob, Fault, JobView], Effect]:
+    """Return the injector of a fault that a worker causes on request.
+
+    Args:
+        request: The number of the fault.
+        code: The exit code of the worker, or None if it is a parameter of the fault.
+    """
+
+    def inject_into_worker(job: SoakJob, fault: Fault, view: JobView) -> Effect:
+        number, _ = _select_rank(fault, view)
+        part = fault.parameters["part"]
         expected = fault.parameters["code"] if code is None else code
         argument = fault.parameters.get("code", 0)
         since = now()
-        stage.board.ask(view.generation, number, what, WHERE.index(where), argument)
-        met = stage.line(
-            f"rank {number} to meet it",
+        job.page.request_fault(view.generation, number, request, STEP_PARTS.index(part), argument)
+        line = job.wait_for_line(
+            f"rank {number} to cause the fault",
             view.generation,
             since,
-            lambda line: line.get("meets") == what,
+            lambda line: line.get("fault") == request,
         )
-        event = _ended(stage, view, number, expected, met["at"])
-        return Effect(met["at"], f"rank {number} in {where}: {event.data['description']}")
+        event = _wait_for_exit(job, view, number, expected, line["at"])
+        return Effect(line["at"], f"rank {number} in {part}: {event.data['description']}")
 
-    return strike
+    return inject_into_worker
 
 
-def _slow(stage: Stage, fault: Fault, view: View) -> Effect:
-    number, _ = _victim(fault, view)
+def _slow_step(job: SoakJob, fault: Fault, view: JobView) -> Effect:
+    number, _ = _select_rank(fault, view)
     milliseconds = int(1000 * fault.parameters["seconds"])
     since, generation = now(), view.generation
-    stage.board.ask(generation, number, SLOW, 0, milliseconds)
-    met = stage.line("the slow step", generation, since, lambda line: line.get("meets") == SLOW)
-    slept = stage.line("the slow step's end", generation, met["at"], lambda line: "slept" in line)
-    stage.wait_for_world(0, stage.board_step() + 1)
-    _nothing_restarted(stage, view, since)
-    shown = f"rank {number} took {slept['at'] - met['at']:.2f} s"
-    return Effect(met["at"], shown, restarts=False, step=met["during"])
+    job.page.request_fault(generation, number, SLOW, 0, milliseconds)
+    start = job.wait_for_line(
+        "the slow step", generation, since, lambda line: line.get("fault") == SLOW
+    )
+    end = job.wait_for_line(
+        "the end of the slow step", generation, start["at"], lambda line: "slept" in line
+    )
+    job.wait_for_world(0, job.current_step() + 1)
+    _check_not_restarted(job, view, since)
+    description = f"rank {number} took {end['at'] - start['at']:.2f} s"
+    return Effect(start["at"], description, restarts=False, step=start["during"])
 
 
-def _nothing_failed(stage: Stage, since: float) -> None:
-    stage.hear()
-    failed = next((e for e in stage.events if e.kind == "failure" and e.monotonic >= since), None)
-    if failed is not None:
-        raise NoEffect(f"a worker failed of it: {failed.data['reason']}")
+def _check_no_failure(job: SoakJob, since: float) -> None:
+    job.read_events()
+    failure = next((e for e in job.events if e.kind == "failure" and e.monotonic >= since), None)
+    if failure is not None:
+        raise NoEffectError(f"a worker failed: {failure.data['reason']}")
 
 
-def _nothing_restarted(stage: Stage, view: View, since: float) -> None:
-    _nothing_failed(stage, since)
-    after = stage.board.view()
+def _check_not_restarted(job: SoakJob, view: JobView, since: float) -> None:
+    _check_no_failure(job, since)
+    after = job.page.view()
     if after is None or after.generation != view.generation:
-        raise NoEffect("the workers were restarted, which nothing asked for")
+        raise NoEffectError("the workers were restarted, although the fault requires no restart")
 
 
-def _hang(stage: Stage, fault: Fault, view: View) -> Effect:
-    _, rank = _victim(fault, view)
+def _hang_worker(job: SoakJob, fault: Fault, view: JobView) -> Effect:
+    _, rank = _select_rank(fault, view)
     at = now()
     os.kill(rank.pid, signal.SIGSTOP)
 
-    def hung(event: Event) -> bool:
+    def is_hang(event: Event) -> bool:
         return event.kind == "failure" and "hung" in event.data["reason"]
 
-    event = stage.event("the hang to be noticed", at, hung, 30.0)
-    stage.pids_gone({rank.pid})
+    event = job.wait_for_event("the hang to be detected", at, is_hang, HANG_DETECTION_TIMEOUT_S)
+    job.wait_until_exited({rank.pid})
     return Effect(at, event.data["reason"])
 
 
 # -- nodes ----------------------------------------------------------------------------------------
 
 
-def _agent(stage: Stage, fault: Fault, view: View) -> Effect:
-    node = stage.node(fault.which)
+def _kill_agent(job: SoakJob, fault: Fault, view: JobView) -> Effect:
+    node = job.select_node(fault.victim)
     pids = {rank.pid for rank in view.ranks if rank.node == node.number}
     at = now()
     node.kill()
-    stage.nodes.leave(node)
-    come = stage.nodes.come()
-    stage.pids_gone(pids)
-    stage.holds(node, lambda v: v.generation > view.generation)
-    return Effect(at, f"node {node.number} and its {len(pids)} workers; {come.number} came")
+    job.nodes.remove(node)
+    replacement = job.nodes.admit()
+    job.wait_until_exited(pids)
+    job.wait_without_node(node, lambda v: v.generation > view.generation)
+    description = f"node {node.number} and its {len(pids)} workers exited"
+    return Effect(at, f"{description}; node {replacement.number} replaces it")
 
 
-def _join(stage: Stage, fault: Fault, view: View) -> Effect:
+def _join(job: SoakJob, fault: Fault, view: JobView) -> Effect:
     del fault
-    node = stage.nodes.come()
-    after = stage.wait_for_world(view.generation)
-    return Effect(0.0, f"node {node.number}: world {len(view.ranks)} to {len(after.ranks)}")
+    node = job.nodes.admit()
+    after = job.wait_for_world(view.generation)
+    return Effect(0.0, f"node {node.number}: {len(view.ranks)} to {len(after.ranks)} ranks")
 
 
-def _drain(stage: Stage, fault: Fault, view: View) -> Effect:
-    node = stage.node(fault.which)
-    stage.nodes.present.remove(node)  # it may end now
+def _drain(job: SoakJob, fault: Fault, view: JobView) -> Effect:
+    node = job.select_node(fault.victim)
+    job.nodes.present.remove(node)  # from now on, it may exit
     node.send(signal.SIGUSR2)
-    code = node.process.wait(30.0)
-    stage.nodes.present.append(node)
-    stage.nodes.leave(node)
-    if code != 75:
-        raise NoEffect(f"node {node.number} left with exit code {code}, not 75")
-    after = stage.wait_for_world(view.generation)
-    return Effect(0.0, f"node {node.number}: world {len(view.ranks)} to {len(after.ranks)}")
+    code = node.process.wait(NODE_EXIT_TIMEOUT_S)
+    job.nodes.present.append(node)
+    job.nodes.remove(node)
+    if code != DRAIN_EXIT_CODE:
+        raise NoEffectError(f"node {node.number} exited with code {code}, not {DRAIN_EXIT_CODE}")
+    after = job.wait_for_world(view.generation)
+    return Effect(0.0, f"node {node.number}: {len(view.ranks)} to {len(after.ranks)} ranks")
 
 
-def _stopped(stage: Stage, fault: Fault, view: View) -> Effect:
-    node = stage.node(fault.which)
+def _suspend_agent(job: SoakJob, fault: Fault, view: JobView) -> Effect:
+    node = job.select_node(fault.victim)
     at = now()
     node.send(signal.SIGSTOP)
     try:
-        without = stage.holds(node, lambda v: v.generation > view.generation)
+        without = job.wait_without_node(node, lambda v: v.generation > view.generation)
     finally:
-        slept = now() - at
+        duration = now() - at
         node.send(signal.SIGCONT)
-    _is_back(stage, node.number, without.generation)
-    return Effect(at, f"node {node.number} stood still for {slept:.1f} s")
+    _wait_until_rejoined(job, node.number, without.generation)
+    return Effect(at, f"node {node.number} was suspended for {duration:.1f} s")
 
 
-def _partition(stage: Stage, fault: Fault, view: View) -> Effect:
-    node = stage.node(fault.which)
+def _partition_node(job: SoakJob, fault: Fault, view: JobView) -> Effect:
+    node = job.select_node(fault.victim)
     if not node.proxy.open_connections():
-        raise NoEffect(f"node {node.number} has no connection to cut")
+        raise NoEffectError(f"node {node.number} has no connection to the store")
     at = now()
     node.proxy.set_cut(True)
     try:
-        without = stage.holds(node, lambda v: v.generation > view.generation)
+        without = job.wait_without_node(node, lambda v: v.generation > view.generation)
     finally:
-        lasted = now() - at
+        duration = now() - at
         node.proxy.set_cut(False)
-    if lasted < LEASE / 2:
-        raise NoEffect(f"the others did not wait for a lease: {lasted:.2f} s")
-    _is_back(stage, node.number, without.generation)
-    return Effect(at, f"node {node.number} was cut off for {lasted:.1f} s")
+    if duration < LEASE_S / 2:
+        raise NoEffectError(f"the others did not wait for the lease: {duration:.2f} s")
+    _wait_until_rejoined(job, node.number, without.generation)
+    return Effect(at, f"node {node.number} had no connection for {duration:.1f} s")
 
 
-def _is_back(stage: Stage, number: int, after: int) -> None:
-    stage.wait_for_world(after)
-    if number not in stage.nodes.numbers:
-        raise NoEffect(f"node {number} is gone")
+def _wait_until_rejoined(job: SoakJob, number: int, after: int) -> None:
+    job.wait_for_world(after)
+    if number not in job.nodes.numbers:
+        raise NoEffectError(f"node {number} is no longer in the job")
 
 
-# -- the store, the disk --------------------------------------------------------------------------
+# -- the store and the disk -----------------------------------------------------------------------
 
 
-def _store(stage: Stage, fault: Fault, view: View) -> Effect:
+def _restart_store(job: SoakJob, fault: Fault, view: JobView) -> Effect:
     del fault
-    store, at = stage.nodes.store, now()
+    store, at = job.nodes.store, now()
     old = store.process.pid
     store.kill()
-    stage.wait_until(
+    job.wait_until(
         "the nodes to lose the store",
-        lambda: not any(node.proxy.open_connections() for node in stage.nodes.present),
+        lambda: not any(node.proxy.open_connections() for node in job.nodes.present),
     )
     store.start()
-    stage.wait_until(
-        "the nodes to find the store again",
-        lambda: all(node.proxy.open_connections() for node in stage.nodes.present),
+    job.wait_until(
+        "the nodes to reconnect to the store",
+        lambda: all(node.proxy.open_connections() for node in job.nodes.present),
     )
     if is_alive(old):
-        raise NoEffect("the store did not die")
-    after = stage.wait_for_world(0, stage.board_step() + 2)
-    _nothing_failed(stage, at)
-    changed = after.generation - view.generation
-    how = f"{changed} resizes" if changed else "no worker was touched"
-    return Effect(at, f"away for {now() - at:.1f} s, {how}", restarts=False)
+        raise NoEffectError("the store did not exit")
+    after = job.wait_for_world(0, job.current_step() + 2)
+    _check_no_failure(job, at)
+    resizes = after.generation - view.generation
+    effect = f"{resizes} resizes" if resizes else "no worker was restarted"
+    return Effect(at, f"unreachable for {now() - at:.1f} s, {effect}", restarts=False)
 
 
-def _full(stage: Stage, fault: Fault, view: View) -> Effect:
+def _fill_disk(job: SoakJob, fault: Fault, view: JobView) -> Effect:
     del fault
-    at, filler = now(), stage.checkpoints / "filler"
+    at, filler = now(), job.checkpoints / "filler"
     try:
-        _fill(filler)
-        failed = stage.line(
+        _write_until_full(filler)
+        failed = job.wait_for_line(
             "a save to fail", view.generation, at, lambda line: line.get("save_failed", "") != ""
         )
     finally:
         filler.unlink(missing_ok=True)
     if os.strerror(errno.ENOSPC) not in failed["save_failed"]:
-        raise NoEffect(f"the save failed otherwise: {failed['save_failed']}")
-    stage.wait_until("the next save to succeed", lambda: stage.committed() > failed["step"])
-    _nothing_restarted(stage, view, at)
-    return Effect(at, f"told at step {failed['step']}: {failed['save_failed']}", restarts=False)
+        raise NoEffectError(f"the save failed otherwise: {failed['save_failed']}")
+    job.wait_until("the next save to succeed", lambda: job.newest_committed_step() > failed["step"])
+    _check_not_restarted(job, view, at)
+    description = f"the save of step {failed['step']} failed: {failed['save_failed']}"
+    return Effect(at, description, restarts=False)
 
 
-def _fill(path: Path) -> None:
-    """Take all that is left, also what is given back meanwhile."""
+def _write_until_full(path: Path) -> None:
+    """Use all space of the disk, including space that is freed during the call."""
     with path.open("wb", buffering=0) as file:
         for size in (1 << 20, 1 << 12, 1):
             while True:
@@ -272,47 +290,54 @@ def _fill(path: Path) -> None:
                     break
 
 
-def _corrupt(stage: Stage, fault: Fault, view: View) -> Effect:
-    stage.wait_until("a checkpoint to damage", lambda: stage.committed() > 0)
+def _corrupt_checkpoint(job: SoakJob, fault: Fault, view: JobView) -> Effect:
+    job.wait_until("a checkpoint to damage", lambda: job.newest_committed_step() > 0)
     pids = {rank.pid for rank in view.ranks}
     at = now()
-    for node in tuple(stage.nodes.present):
+    for node in tuple(job.nodes.present):
         node.kill()
-        stage.nodes.leave(node)
-    stage.pids_gone(pids)
-    damaged, path = stage.committed(), stage.newest_checkpoint()
-    middle = fault.which % path.stat().st_size
-    with path.open("r+b") as file:
-        file.seek(middle)
-        byte = file.read(1)
-        file.seek(middle)
-        file.write(bytes([byte[0] ^ 0x55]))
+        job.nodes.remove(node)
+    job.wait_until_exited(pids)
+    damaged = job.newest_committed_step()
+    offset = _change_one_byte(job.newest_checkpoint_file(), fault.victim)
     for _ in range(2):
-        stage.nodes.come()
-    view = stage.wait_for_world(view.generation)
-    line = stage.line("the restore", view.generation, at, lambda found: "resumed" in found)
-    passed = [text for text in line["skipped"] if str(damaged) in text]
-    if not passed or line["resumed"] >= damaged:
-        raise NoEffect(
-            f"step {damaged} was damaged at {middle}, and the job went on from "
-            f"{line['resumed']} and skipped {line['skipped']}"
+        job.nodes.admit()
+    view = job.wait_for_world(view.generation)
+    line = job.wait_for_line("the restore", view.generation, at, lambda line: "resumed" in line)
+    skipped = [text for text in line["skipped"] if str(damaged) in text]
+    if not skipped or line["resumed"] >= damaged:
+        raise NoEffectError(
+            f"the checkpoint of step {damaged} was damaged at byte {offset}, but the job resumed "
+            f"from step {line['resumed']} and skipped {line['skipped']}"
         )
-    return Effect(at, f"went on from {line['resumed']}: {passed[0]}", damaged=damaged)
+    description = f"resumed from step {line['resumed']}: {skipped[0]}"
+    return Effect(at, description, damaged_step=damaged)
 
 
-_DOERS: Mapping[str, Callable[[Stage, Fault, View], Effect]] = {
-    "kill": _kill,
-    "exception": _by_itself(EXCEPTION, 1),
-    "exit": _by_itself(EXIT, None),
-    "segfault": _by_itself(SEGFAULT, -signal.SIGSEGV),
-    "slow": _slow,
-    "hang": _hang,
-    "agent": _agent,
+def _change_one_byte(path: Path, position: int) -> int:
+    """Change a byte of the file; return its offset, which is the position modulo the size."""
+    offset = position % path.stat().st_size
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte[0] ^ 0x55]))
+    return offset
+
+
+_INJECTORS: Mapping[str, Callable[[SoakJob, Fault, JobView], Effect]] = {
+    "kill": _kill_worker,
+    "exception": _request_from_worker(EXCEPTION, 1),
+    "exit": _request_from_worker(EXIT, None),
+    "segfault": _request_from_worker(SEGFAULT, -signal.SIGSEGV),
+    "slow": _slow_step,
+    "hang": _hang_worker,
+    "agent": _kill_agent,
     "join": _join,
     "drain": _drain,
-    "stopped": _stopped,
-    "partition": _partition,
-    "store": _store,
-    "full": _full,
-    "corrupt": _corrupt,
+    "stopped": _suspend_agent,
+    "partition": _partition_node,
+    "store": _restart_store,
+    "full": _fill_disk,
+    "corrupt": _corrupt_checkpoint,
 }

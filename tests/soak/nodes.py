@@ -1,7 +1,7 @@
-"""The job's nodes, started through the command line, and the store that they meet in.
+"""The nodes of the job, started through the command line, and the store of their rendezvous.
 
-Nodes are started in advance and stand at a gate with all that they import, so that whoever is
-lost is replaced at once; `come` lets one in.
+Nodes are started in advance. They import everything and then wait at a gate, so that a lost node is
+replaced without delay. `Nodes.admit` opens the gate of one node.
 """
 
 from __future__ import annotations
@@ -24,44 +24,54 @@ from .proxy import Proxy
 
 SCRIPT = str(Path(__file__).with_name("training.py"))
 TESTS = str(Path(__file__).parent.parent)
-SIZES = (2, 1, 1, 2, 1, 1, 1, 3)
-"""Workers of the nodes, in turn; of nodes with 3 there is one at a time."""
-LEASE, HANG = 1.5, 2.0
-LONGEST_WAIT = 80.0
-"""Seconds at a gate, after which a node is replaced: an agent that has waited for its template for
-two minutes goes on without it."""
+# The numbers of workers of the nodes, in turn. At most one node at a time has three workers.
+NODE_SIZES = (2, 1, 1, 2, 1, 1, 1, 3)
+LEASE_S, HANG_TIMEOUT_S = 1.5, 2.0
+# A node that has waited at its gate for this long is replaced, because an agent that waits two
+# minutes for its fork server continues without it.
+MAX_GATE_WAIT_S = 80.0
+KILL_TIMEOUT_S = 10.0
 FLAGS = (
     *("--nnodes", "1:3", "--rdzv-id", "soak", "--max-restarts", "1000000"),
-    *("--hang-timeout", f"{HANG:g}", "--checkpoint-grace", "5"),
-    *("--shutdown-timeout", "1", "--preload", "soak.gate"),
+    *("--hang-timeout", f"{HANG_TIMEOUT_S:g}", "--checkpoint-grace", "5"),
+    *("--shutdown-timeout", "1", "--preload", "soak.start_gate"),
     *("--rdzv-conf", "last_call_timeout=0.1,keep_alive_interval=0.5,keep_alive_max_attempt=3"),
 )
 
 
-class SoakFailed(AssertionError):
-    """The job did not do what it should have."""
+class SoakError(AssertionError):
+    """The job did not do what it must do."""
 
 
 class NodeProcess:
-    """One `elasticrun` process, its gate, its way to the store, and its journal."""
+    """An `elasticrun` process with its gate, its proxy to the store, and its event log.
 
-    def __init__(self, number: int, size: int, folder: Path, proxy: Proxy, steps: int) -> None:
+    Args:
+        number: The number of the node, from 1.
+        size: The number of its workers.
+        directory: The directory of the job.
+        proxy: The connection of the node to the store.
+        steps: The number of steps of the job.
+    """
+
+    def __init__(self, number: int, size: int, directory: Path, proxy: Proxy, steps: int) -> None:
         self.number, self.size, self.proxy = number, size, proxy
-        self.folder = folder / "nodes" / str(number)
-        self.folder.mkdir(parents=True)
-        self.gate, self.log = self.folder / "gate", self.folder / "log"
-        self.began, self._read = time.monotonic(), 0
-        here = {"SOAK_GATE": str(self.gate), "SOAK_NODE": str(number)}
-        here |= {"TMPDIR": os.environ.get("TMPDIR", "/tmp"), "OMP_NUM_THREADS": "1"}
+        self.directory = directory / "nodes" / str(number)
+        self.directory.mkdir(parents=True)
+        self.gate, self.log = self.directory / "gate", self.directory / "log"
+        self.started_at = time.monotonic()
+        self._read_bytes = 0  # of the event log
+        variables = {"SOAK_GATE": str(self.gate), "SOAK_NODE": str(number)}
+        variables |= {"TMPDIR": os.environ.get("TMPDIR", "/tmp"), "OMP_NUM_THREADS": "1"}
         paths = (TESTS, os.environ.get("PYTHONPATH", ""))
-        here["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         flags = ("--nproc-per-node", str(size), "--rdzv-endpoint", proxy.address)
-        logs = ("--log-dir", str(self.folder / "logs"))
+        logs = ("--log-dir", str(self.directory / "logs"))
         command = (sys.executable, "-m", "elasticlib.launch", *FLAGS, *flags, *logs)
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                (*command, SCRIPT, str(folder), str(steps)),
-                env={**os.environ, **here},
+                (*command, SCRIPT, str(directory), str(steps)),
+                env={**os.environ, **variables},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -69,47 +79,51 @@ class NodeProcess:
             )
 
     @property
-    def ready(self) -> bool:
-        """Whether it stands at its gate."""
+    def is_ready(self) -> bool:
+        """True if the node waits at its gate."""
         return self.gate.with_suffix(".ready").exists()
 
-    def send(self, number: int) -> None:
-        os.kill(self.process.pid, number)
+    def send(self, signal_number: int) -> None:
+        """Send a signal to the agent."""
+        os.kill(self.process.pid, signal_number)
 
     def kill(self) -> None:
+        """Kill the agent with SIGKILL, and wait for its exit."""
         self.process.kill()
-        self.process.wait(10.0)
+        self.process.wait(KILL_TIMEOUT_S)
 
     def new_events(self) -> Iterator[Event]:
-        """Those that were written since this was last asked."""
-        for path in self.folder.glob("logs/*/events.jsonl"):
+        """Yield the events that were written since the last call."""
+        for path in self.directory.glob("logs/*/events.jsonl"):
             with path.open("rb") as file:
-                file.seek(self._read)
+                file.seek(self._read_bytes)
                 for line in file:
                     if not line.endswith(b"\n"):
-                        break  # a part of one that is being written, whose rest may come next
-                    self._read += len(line)
+                        break  # the line is still being written
+                    self._read_bytes += len(line)
                     yield decode(line)
 
-    def forget_attempts(self, but: int = 3) -> None:
-        """A log folder keeps a folder for each attempt; of a job like this one that is too many."""
-        attempts = list(self.folder.glob("logs/*/attempt_*"))
+    def delete_old_attempts(self, keep: int = 3) -> None:
+        """Delete the log directories of all but the newest attempts."""
+        attempts = list(self.directory.glob("logs/*/attempt_*"))
         attempts.sort(key=lambda path: int(path.name.split("_")[1]))
-        for path in attempts[:-but]:
+        for path in attempts[:-keep]:
             shutil.rmtree(path, ignore_errors=True)
 
-    def forget(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+    def delete_files(self) -> None:
+        """Delete the directory of the node."""
+        shutil.rmtree(self.directory, ignore_errors=True)
 
 
 class StoreProcess:
-    """`elasticlib store`, which can be killed and started again where it was."""
+    """An `elasticlib store` process that can be killed, and started again at the same port."""
 
     def __init__(self, log: Path) -> None:
         self._log, self.port = log, 0
         self.start()
 
     def start(self) -> None:
+        """Start the process, and wait until it accepts connections."""
         command = (sys.executable, "-m", "elasticlib.launch.cli", "store")
         before = self._log.stat().st_size if self._log.exists() else 0
         with self._log.open("ab") as log:
@@ -121,80 +135,86 @@ class StoreProcess:
                 start_new_session=True,
             )
 
-        def serving() -> re.Match[str] | None:
+        def find_address() -> re.Match[str] | None:
             return re.search(r"127\.0\.0\.1:(\d+)", self._log.read_text()[before:])
 
-        self.port = int(wait_until("the store to serve", serving, 20.0)[1])
+        self.port = int(wait_until("the store to serve", find_address, 20.0)[1])
 
     def kill(self) -> None:
+        """Kill the process with SIGKILL, and wait for its exit."""
         self.process.kill()
-        self.process.wait(10.0)
+        self.process.wait(KILL_TIMEOUT_S)
 
 
 class Nodes:
-    """present: those of the job, from old to new; waiting: those at their gates."""
+    """The store, and all nodes that the soak has started."""
 
-    def __init__(self, folder: Path, steps: int) -> None:
-        self._folder, self._steps = folder, steps
-        self.store = StoreProcess(folder / "store.log")
-        self.present: list[NodeProcess] = []
-        self.waiting: list[NodeProcess] = []
-        self.started = 0
-        self._gone: list[NodeProcess] = []
+    def __init__(self, directory: Path, steps: int) -> None:
+        self._directory, self._steps = directory, steps
+        self.store = StoreProcess(directory / "store.log")
+        self.present: list[NodeProcess] = []  # the nodes of the job, oldest first
+        self.waiting: list[NodeProcess] = []  # the nodes at their gates, oldest first
+        self.started = 0  # the number of nodes that were started
+        self._removed: list[NodeProcess] = []  # nodes whose last events may not be read yet
 
     @property
     def world(self) -> int:
+        """The number of workers of the nodes of the job."""
         return sum(node.size for node in self.present)
 
     @property
     def numbers(self) -> frozenset[int]:
+        """The numbers of the nodes of the job."""
         return frozenset(node.number for node in self.present)
 
     def prepare(self, count: int) -> None:
-        """Start nodes until so many stand at their gates, or will soon."""
-        for node in [n for n in self.waiting if time.monotonic() - n.began > LONGEST_WAIT]:
+        """Start nodes until this number of nodes waits at a gate, or soon will."""
+        for node in [n for n in self.waiting if time.monotonic() - n.started_at > MAX_GATE_WAIT_S]:
             self.waiting.remove(node)
-            self.dismiss(node)
+            self.discard(node)
         while len(self.waiting) < count:
-            size = SIZES[self.started % len(SIZES)]
+            size = NODE_SIZES[self.started % len(NODE_SIZES)]
             if size == 3 and any(n.size == 3 for n in (*self.present, *self.waiting)):
                 size = 1
             self.started += 1
             proxy = Proxy(lambda: ("127.0.0.1", self.store.port))
-            node = NodeProcess(self.started, size, self._folder, proxy, self._steps)
+            node = NodeProcess(self.started, size, self._directory, proxy, self._steps)
             self.waiting.append(node)
 
-    def dismiss(self, node: NodeProcess) -> None:
-        """End a node that has never come."""
+    def discard(self, node: NodeProcess) -> None:
+        """End a node that was never admitted."""
         node.kill()
         node.proxy.close()
-        node.forget()
+        node.delete_files()
 
-    def come(self) -> NodeProcess:
-        """Let in the node that has waited for longest."""
+    def admit(self) -> NodeProcess:
+        """Admit the node that has waited for the longest time."""
         node = self.waiting.pop(0)
         node.gate.touch()
         self.present.append(node)
         return node
 
-    def leave(self, node: NodeProcess) -> None:
-        """It is no node of the job any more; its end was seen."""
+    def remove(self, node: NodeProcess) -> None:
+        """Remove a node that has exited from the nodes of the job."""
         self.present.remove(node)
         node.proxy.close()
-        self._gone.append(node)
+        self._removed.append(node)
 
     def new_events(self) -> list[Event]:
-        """Of all nodes, since this was last asked; what is of no more use is deleted."""
-        found = [event for node in (*self.present, *self._gone) for event in node.new_events()]
-        return sorted(found, key=lambda event: event.monotonic)
+        """Return the events of all nodes since the last call, in the order of their times."""
+        nodes = (*self.present, *self._removed)
+        events = [event for node in nodes for event in node.new_events()]
+        return sorted(events, key=lambda event: event.monotonic)
 
-    def tidy(self) -> None:
-        while self._gone:
-            self._gone.pop().forget()
+    def delete_old_files(self) -> None:
+        """Delete the files of removed nodes, and the logs of old attempts."""
+        while self._removed:
+            self._removed.pop().delete_files()
         for node in self.present:
-            node.forget_attempts()
+            node.delete_old_attempts()
 
     def close(self) -> None:
+        """Kill all processes."""
         for node in (*self.waiting, *self.present):
             if node.process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""What a soak has to say: as JSON, and as a fragment of Markdown for people and the docs."""
+"""Results of a soak, as JSON and as Markdown for the documentation."""
 
 from __future__ import annotations
 
@@ -10,99 +10,103 @@ from typing import Any
 
 import attrs
 
-from .campaign import KINDS, Campaign
+from .campaign import FAULT_KINDS, Campaign
+from .campaign_runner import CampaignResult, FaultResult
 from .phases import PHASES, quantile
-from .storm import Played, Told
 
 
 @attrs.frozen
-class Calm:
-    """The undisturbed run: its weights by step, and how long its steps took."""
+class Baseline:
+    """The run of the same steps without faults."""
 
-    digest: str
-    digests: dict[int, str]
+    final_digest: str  # of the weights at the end
+    digests: dict[int, str]  # of the weights, by step
     seconds: float
 
 
 @attrs.frozen
 class Rates:
-    """useful: seconds of steps that count; wall: from the first step to the end of the last, but
-    for what the job was held for; calm: of the undisturbed run."""
+    """The speed of the job."""
 
     steps: int
-    useful: float
-    wall: float
-    calm: float
+    useful_s: float  # the time of all steps that count
+    wall_s: float  # from the first step to the end of the last, without waits for the campaign
+    baseline_s: float  # the time of the baseline
 
     @property
     def goodput(self) -> float:
-        return self.useful / self.wall if self.wall else 0.0
+        """The share of the time that was spent in steps that count."""
+        return self.useful_s / self.wall_s if self.wall_s else 0.0
 
     @property
-    def of_undisturbed(self) -> float:
-        """The storm's steps a second as a share of the undisturbed run's."""
-        return self.calm / self.wall if self.wall else 0.0
+    def relative_speed(self) -> float:
+        """The steps per second as a share of those of the baseline."""
+        return self.baseline_s / self.wall_s if self.wall_s else 0.0
 
 
 def as_json(
-    campaign: Campaign, told: Told, rates: Rates, wrong: Sequence[str], asides: Sequence[str]
+    campaign: Campaign,
+    result: CampaignResult,
+    rates: Rates,
+    violations: Sequence[str],
+    notes: Sequence[str],
 ) -> dict[str, Any]:
-    """All of it, for programs."""
-    played, struck = told.played, charged(told.played)
+    """Return all results as JSON values."""
+    faults, repeated = result.faults, repeated_steps(result.faults)
     return {
         "seed": campaign.seed,
         "mix": dict(campaign.mix),
         "spacing": campaign.spacing,
-        "faults": len(told.played),
+        "faults": len(faults),
         "steps": rates.steps,
-        "seconds": round(rates.wall, 3),
-        "seconds_a_fault": round(rates.wall / max(1, len(told.played)), 3),
+        "seconds": round(rates.wall_s, 3),
+        "seconds_per_fault": round(rates.wall_s / max(1, len(faults)), 3),
         "goodput": round(rates.goodput, 4),
-        "of_undisturbed": round(rates.of_undisturbed, 4),
-        "undisturbed_seconds": round(rates.calm, 3),
-        "restarts": told.restarts,
-        "missed": sum(len(played.missed) for played in told.played),
-        "struck": sum(struck.values()),
-        "by_kind": {kind: _times(found, struck) for kind, found in _by_kind(played).items()},
-        "all": _times(played, struck),
-        "wrong": list(wrong),
-        "asides": list(asides),
+        "relative_speed": round(rates.relative_speed, 4),
+        "baseline_seconds": round(rates.baseline_s, 3),
+        "restarts": result.restarts,
+        "ineffective_attempts": sum(len(fault.ineffective_attempts) for fault in faults),
+        "repeated_steps": sum(repeated.values()),
+        "by_kind": {kind: _summary(of, repeated) for kind, of in _by_kind(faults).items()},
+        "all": _summary(faults, repeated),
+        "violations": list(violations),
+        "notes": list(notes),
         "versions": {"torch": version("torch"), "python": platform.python_version()},
     }
 
 
-def charged(played: Sequence[Played]) -> dict[int, int]:
-    """The steps that each fault struck out, by its number: what a generation did not build on is
-    the cost of the last fault of those before it. (It is known when that generation is over, one
-    fault later at least, and beside what another, which that later fault began, has cost.)"""
-    found = dict.fromkeys((one.number for one in played), 0)
-    for generation, steps in ((g, s) for one in played for g, s in one.struck.items()):
-        owner = [one.number for one in played if one.generation < generation]
-        if owner:
-            found[owner[-1]] += steps
-    return found
+def repeated_steps(faults: Sequence[FaultResult]) -> dict[int, int]:
+    """Return the number of repeated steps that each fault caused, by the number of the fault.
+
+    Steps that a generation discards are the cost of the last fault before that generation. They are
+    known when the generation has ended, which is during a later fault.
+    """
+    repeated = dict.fromkeys((fault.number for fault in faults), 0)
+    for generation, steps in ((g, s) for fault in faults for g, s in fault.discarded.items()):
+        causes = [fault.number for fault in faults if fault.generation < generation]
+        if causes:
+            repeated[causes[-1]] += steps
+    return repeated
 
 
-def _by_kind(played: Sequence[Played]) -> dict[str, list[Played]]:
-    found: dict[str, list[Played]] = defaultdict(list)
-    for one in played:
-        found[one.kind].append(one)
-    return {kind: found[kind] for kind in KINDS if kind in found}
+def _by_kind(faults: Sequence[FaultResult]) -> dict[str, list[FaultResult]]:
+    by_kind: dict[str, list[FaultResult]] = defaultdict(list)
+    for fault in faults:
+        by_kind[fault.kind].append(fault)
+    return {kind: by_kind[kind] for kind in FAULT_KINDS if kind in by_kind}
 
 
-def _times(played: Sequence[Played], struck: Mapping[int, int]) -> dict[str, Any]:
-    recoveries = [one.recovery for one in played if one.recovery is not None]
-    again = [struck[one.number] for one in played]
+def _summary(faults: Sequence[FaultResult], repeated: Mapping[int, int]) -> dict[str, Any]:
+    recoveries = [fault.recovery for fault in faults if fault.recovery is not None]
+    steps = [repeated[fault.number] for fault in faults]
     columns = {
         "total": [r.total for r in recoveries],
         "pause": [r.pause for r in recoveries],
         **{phase: [r.seconds[phase] for r in recoveries if r.seconds] for phase in PHASES},
     }
     return {
-        "count": len(played),
-        "struck": sum(again),
-        "most_struck": max(again, default=0),
-        "struck_quantiles": _quantiles(again),
+        "count": len(faults),
+        "repeated_steps": {"sum": sum(steps), "max": max(steps, default=0), **_quantiles(steps)},
         **{name: _quantiles(values) for name, values in columns.items()},
     }
 
@@ -111,26 +115,31 @@ def _quantiles(values: Sequence[float]) -> dict[str, float]:
     return {"p50": round(quantile(values, 0.5), 4), "p99": round(quantile(values, 0.99), 4)}
 
 
-def as_markdown(found: dict[str, Any]) -> str:
-    """Seconds are p50 / p99; there is nothing where there was no such phase."""
+def as_markdown(results: dict[str, Any]) -> str:
+    """Return a summary and a table of all kinds of fault.
+
+    Times are in seconds, as p50 / p99. A cell is empty if no fault of the kind had the phase.
+    """
     lines = [
-        f"{found['faults']} faults (seed {found['seed']}) in {found['seconds'] / 60:.0f} minutes "
-        f"and {found['steps']} steps: one in {found['seconds_a_fault']:.2f} s; {found['missed']} "
-        f"tries took no effect. Goodput {100 * found['goodput']:.1f} %, and "
-        f"{100 * found['of_undisturbed']:.1f} % of the undisturbed run's steps a second. "
-        f"{found['struck']} steps done again, {found['restarts']} restarts charged; torch "
-        f"{found['versions']['torch']}, Python {found['versions']['python']}.",
+        f"{results['faults']} faults (seed {results['seed']}) in {results['seconds'] / 60:.0f} "
+        f"minutes and {results['steps']} steps: one fault in {results['seconds_per_fault']:.2f} s. "
+        f"{results['ineffective_attempts']} attempts had no effect. "
+        f"Goodput {100 * results['goodput']:.1f} %; "
+        f"{100 * results['relative_speed']:.1f} % of the steps per second of the run without "
+        f"faults. {results['repeated_steps']} steps were repeated, {results['restarts']} restarts "
+        f"were used. torch {results['versions']['torch']}, "
+        f"Python {results['versions']['python']}.",
         "",
-        "| fault | times | training stood | " + " | ".join(PHASES) + " | steps again |",
+        "| fault | count | training paused | " + " | ".join(PHASES) + " | repeated steps |",
         "|---|---|---|" + "---|" * len(PHASES) + "---|",
     ]
-    for kind, times in (*found["by_kind"].items(), ("all", found["all"])):
-        cells = [_cell(times[name]) for name in ("pause", *PHASES)]
-        again = "{p50} / {p99}".format_map(times["struck_quantiles"])
-        what = KINDS[kind].what if kind in KINDS else "all"
-        lines.append(f"| {what} | {times['count']} | {' | '.join(cells)} | {again} |")
-    lines += ["", "Seconds, p50 / p99.", *found["asides"]]
-    return "\n".join(lines + [f"WRONG: {sentence}" for sentence in found["wrong"]]) + "\n"
+    for kind, summary in (*results["by_kind"].items(), ("all", results["all"])):
+        cells = [_cell(summary[name]) for name in ("pause", *PHASES)]
+        steps = "{p50} / {p99}".format_map(summary["repeated_steps"])
+        description = FAULT_KINDS[kind].description if kind in FAULT_KINDS else "all"
+        lines.append(f"| {description} | {summary['count']} | {' | '.join(cells)} | {steps} |")
+    lines += ["", "Times are in seconds, p50 / p99.", *results["notes"]]
+    return "\n".join(lines + [f"WRONG: {violation}" for violation in results["violations"]]) + "\n"
 
 
 def _cell(times: Mapping[str, float]) -> str:

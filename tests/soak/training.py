@@ -1,8 +1,8 @@
-"""The soak's training script: a small transformer on English text, with logical workers.
+"""Training script of the soak: a small transformer on English text, with logical workers.
 
-`training.py FOLDER STEPS [--calm]`. It does what `elasticlib/examples/train_text.py` does, writes
-down what it trained on, and meets faults when the soak's board asks for them. With --calm it is
-the undisturbed run: one process, no checkpoint, the same steps.
+`training.py DIR STEPS [--baseline]`. It trains like `elasticlib/examples/train_text.py`, records
+what it trained on, and causes a fault when the soak requests one. With --baseline it trains the
+same steps in one process, without checkpoints and faults.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from elasticlib.examples.train_text import (
 )
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from soak.board import Board
 from soak.campaign import (
     BATCH,
     DIGEST_EVERY,
@@ -47,56 +46,61 @@ from soak.campaign import (
     SAMPLES,
     SAVE_EVERY,
     SLOW,
-    WHERE,
+    STEP_PARTS,
 )
+from soak.shared_page import SharedPage
+
+LIMIT_POLL_INTERVAL_S = 0.005
 
 
 class SoakFault(Exception):
-    """An exception that the soak has asked for."""
+    """An exception that the soak has requested."""
 
 
-class Lines:
-    """Appends what this rank does to a file of its own; a line is out when the call returns."""
+class TraceFile:
+    """The file in which this rank records what it does. Each line is written by one system call."""
 
-    def __init__(self, folder: Path, generation: int, rank: int) -> None:
-        path = folder / f"{generation:08d}.{rank}.jsonl"
+    def __init__(self, directory: Path, generation: int, rank: int) -> None:
+        path = directory / f"{generation:08d}.{rank}.jsonl"
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def write(self, **line: object) -> None:
+        """Append a line with the current time."""
         line["at"] = time.monotonic()
         os.write(self._file, json.dumps(line).encode() + b"\n")
 
 
-class Asked:
-    """What the board asks of this worker in the step under way."""
+class RequestedFault:
+    """The fault that the soak requests from this worker in the current step, if any."""
 
-    def __init__(self, board: Board, lines: Lines) -> None:
-        self._board, self._lines = board, lines
-        self._what, self._where, self._number, self._step = 0, 0, 0, 0
+    def __init__(self, page: SharedPage, trace: TraceFile) -> None:
+        self._page, self._trace = page, trace
+        self._fault, self._part, self._argument, self._step = 0, 0, 0, 0
 
-    def listen(self, step: int) -> None:
+    def read(self, step: int) -> None:
+        """Read the request for this step."""
         self._step = step
-        self._what, self._where, self._number = self._board.asked() or (0, 0, 0)
+        self._fault, self._part, self._argument = self._page.take_request() or (0, 0, 0)
 
-    def rendezvous_flags(self, where: str) -> None:
-        """The fault, if it is due in this part of the step."""
-        if not self._what or WHERE[self._where] != where:
+    def cause_if_due(self, part: str) -> None:
+        """Cause the fault if it is due in this part of the step."""
+        if not self._fault or STEP_PARTS[self._part] != part:
             return
-        what, number, self._what = self._what, self._number, 0
-        self._lines.write(meets=what, during=self._step)
-        if what == SLOW:
-            time.sleep(number / 1000)
-            self._lines.write(slept=number)
-        elif what == EXCEPTION:
-            raise SoakFault(f"asked for in {where}")
-        elif what == EXIT:
-            sys.exit(number)
+        fault, argument, self._fault = self._fault, self._argument, 0
+        self._trace.write(fault=fault, during=self._step)
+        if fault == SLOW:
+            time.sleep(argument / 1000)
+            self._trace.write(slept=argument)
+        elif fault == EXCEPTION:
+            raise SoakFault(f"requested in {part}")
+        elif fault == EXIT:
+            sys.exit(argument)
         else:
             ctypes.string_at(0)
 
 
 class Training:
-    """What is trained, in `state`; torch's and elasticlib's parts alone."""
+    """The model, the optimizer and the sampler. `state` is what a checkpoint contains."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -112,122 +116,136 @@ class Training:
 
     @property
     def step(self) -> int:
+        """The last step that was trained."""
         return int(self.progress["step"])
 
-    def rest_of_epoch(self, steps: int):
-        """Of each batch that is left: its size, this rank's part of it, and the windows of that."""
+    def remaining_batches(self, steps: int):
+        """Return the batches until the end of the epoch, or until this step.
+
+        Each item has the size of the batch, the sample indices of this rank, and their windows.
+        """
         drawn = list(itertools.islice(self.batches, steps - self.step))
         parts = [self.logical.samples(len(batch)) for batch in drawn]
-        mine = [batch[part.start : part.stop] for batch, part in zip(drawn, parts, strict=True)]
-        loader = DataLoader(self.dataset, sampler=mine, batch_size=None)
-        return zip(map(len, drawn), mine, loader, strict=True)
+        indices = [batch[part.start : part.stop] for batch, part in zip(drawn, parts, strict=True)]
+        loader = DataLoader(self.dataset, sampler=indices, batch_size=None)
+        return zip(map(len, drawn), indices, loader, strict=True)
 
-    def gradients(self, size: int, windows: torch.Tensor) -> None:
-        """Of this rank's logical workers, yet to be added up."""
+    def compute_gradients(self, size: int, windows: torch.Tensor) -> None:
+        """Compute the gradients of the logical workers of this rank, without their sum."""
         first = self.logical.samples(size).start
         for worker in self.logical.step(self.step):
-            places = worker.samples(size)
-            if places:
-                own = windows[places.start - first : places.stop - first]
+            positions = worker.samples(size)
+            if positions:
+                own = windows[positions.start - first : positions.stop - first]
                 torch.autograd.backward(summed_loss(self.model, own) / size)
 
 
 class Loop:
-    def __init__(self, folder: Path, steps: int, calm: bool) -> None:
-        self.steps, self.calm = steps, calm
-        self.began = time.monotonic()
+    """The training loop of one rank."""
+
+    def __init__(self, directory: Path, steps: int, is_baseline: bool) -> None:
+        self.steps = steps
+        started_at = time.monotonic()
         init_process_group()
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         generation = int(os.environ.get("ELASTICLIB_GENERATION", "1"))
-        self.lines = Lines(folder / ("calm" if calm else "trace"), generation, self.rank)
-        self.lines.write(began=self.began, world=self.world, node=os.environ.get("SOAK_NODE", "0"))
-        self.board = Board(folder / "board", create=calm)
-        self.board.enter(generation, self.rank, self.world, int(os.environ.get("SOAK_NODE", "0")))
-        self.asked = Asked(self.board, self.lines)
+        node = os.environ.get("SOAK_NODE", "0")
+        traces = directory / ("baseline" if is_baseline else "trace")
+        self.trace = TraceFile(traces, generation, self.rank)
+        self.trace.write(started=started_at, world=self.world, node=node)
+        self.page = SharedPage(directory / "page", create=is_baseline)
+        self.page.register(generation, self.rank, self.world, int(node))
+        self.requested = RequestedFault(self.page, self.trace)
         self.training = Training()
 
-    def run(self, manager: CheckpointManager | None) -> bool:
-        """Whether it came to the end."""
+    def run(self, manager: CheckpointManager | None) -> None:
+        """Train until the last step, or until the agent requests a stop."""
         training = self.training
         if manager is not None:
-            before = time.monotonic()
-            found = manager.restore(training.state)
-            seconds = time.monotonic() - before
-            passed = list(found.skipped)
-            self.lines.write(
-                resumed=found.step, source=found.source, seconds=seconds, skipped=passed
-            )
+            self.restore(manager)
         while training.step < self.steps:
             epoch = training.sampler.epoch
             if training.sampler.position.consumed == training.sampler.position.length:
                 epoch += 1
             training.sampler.set_epoch(epoch)
-            for size, mine, windows in training.rest_of_epoch(self.steps):
-                self.one_step(epoch, size, mine, windows)
-                if manager is not None and self.kept(manager):
-                    return False
+            for size, indices, windows in training.remaining_batches(self.steps):
+                self.run_step(epoch, size, indices, windows)
+                if manager is not None and self.record_step(manager):
+                    return
         if manager is not None:
             self.save(manager)
             manager.wait()
-        self.lines.write(over=weights_sha256(training.model), step=training.step)
-        return True
+        self.trace.write(final_digest=weights_sha256(training.model), step=training.step)
 
-    def one_step(self, epoch: int, size: int, mine: list[int], windows: torch.Tensor) -> None:
+    def restore(self, manager: CheckpointManager) -> None:
+        """Restore the newest state, and record its step."""
+        started_at = time.monotonic()
+        result = manager.restore(self.training.state)
+        seconds = time.monotonic() - started_at
+        self.trace.write(
+            resumed=result.step,
+            source=result.source,
+            seconds=seconds,
+            skipped=list(result.skipped),
+        )
+
+    def run_step(self, epoch: int, size: int, indices: list[int], windows: torch.Tensor) -> None:
+        """Train one step."""
         training, number = self.training, self.training.step + 1
-        self.wait_for(number)
-        self.board.begin(number)
-        self.asked.listen(number)
-        self.lines.write(step=number, epoch=epoch, indices=mine, world=self.world)
-        self.asked.meet("begin")
-        training.gradients(size, windows)
-        self.asked.meet("gradients")
+        self.wait_for_limit(number)
+        self.page.start_step(number)
+        self.requested.read(number)
+        self.trace.write(step=number, epoch=epoch, indices=indices, world=self.world)
+        self.requested.cause_if_due("start")
+        training.compute_gradients(size, windows)
+        self.requested.cause_if_due("gradients")
         training.logical.reduce()
         training.optimizer.step()
         training.batches.advance()
         training.progress["step"] = number
-        self.asked.meet("update")
+        self.requested.cause_if_due("update")
         if number % DIGEST_EVERY == 0 and self.rank == 0:
-            self.lines.write(digest=weights_sha256(training.model), step=number)
+            self.trace.write(digest=weights_sha256(training.model), step=number)
 
-    def wait_for(self, step: int) -> None:
-        """Stand still where the job is far ahead of the campaign, as a fault takes its time."""
-        began = time.monotonic()
-        while not self.board.may(step):
-            context().step(step - 1)  # a sign of life
-            time.sleep(0.005)
-        if self.rank == 0 and time.monotonic() - began > 0.005:
-            self.lines.write(held=time.monotonic() - began)
+    def wait_for_limit(self, step: int) -> None:
+        """Wait while the job is too many steps ahead of the campaign."""
+        started_at = time.monotonic()
+        while not self.page.may_start(step):
+            context().step(step - 1)  # a sign of life for the hang detector
+            time.sleep(LIMIT_POLL_INTERVAL_S)
+        if self.rank == 0 and time.monotonic() - started_at > LIMIT_POLL_INTERVAL_S:
+            self.trace.write(waited=time.monotonic() - started_at)
 
-    def kept(self, manager: CheckpointManager) -> bool:
-        """Keep what has to be kept of this step; whether to stop after it."""
+    def record_step(self, manager: CheckpointManager) -> bool:
+        """Make a snapshot, and a checkpoint if it is due; return whether to stop."""
         step = self.training.step
         context().step(step)
         manager.snapshot(step, self.training.state)
-        self.asked.meet("kept")
+        self.requested.cause_if_due("snapshot")
         if self.rank == 0:
-            self.lines.write(done=step)
-        self.board.finish(step)
+            self.trace.write(done=step)
+        self.page.finish_step(step)
         stop = context().should_stop()
         if stop or step % SAVE_EVERY == 0:
             self.save(manager)
         return stop is not None
 
     def save(self, manager: CheckpointManager) -> None:
-        """A disk that is full is told of, and the training goes on: the next save may succeed."""
+        """Save a checkpoint. If the disk is full, record the error and continue to train."""
         try:
             manager.save(self.training.step, self.training.state)
         except CheckpointError as error:
-            self.lines.write(save_failed=str(error), step=self.training.step)
+            self.trace.write(save_failed=str(error), step=self.training.step)
 
 
 def main() -> None:
-    folder, steps, calm = Path(sys.argv[1]), int(sys.argv[2]), "--calm" in sys.argv
+    directory, steps, is_baseline = Path(sys.argv[1]), int(sys.argv[2]), "--baseline" in sys.argv
     torch.set_num_threads(1)
-    loop = Loop(folder, steps, calm)
-    if calm:
+    loop = Loop(directory, steps, is_baseline)
+    if is_baseline:
         loop.run(None)
     else:
-        with CheckpointManager(folder / "checkpoints", keep_last=KEEP_LAST) as manager:
+        with CheckpointManager(directory / "checkpoints", keep_last=KEEP_LAST) as manager:
             loop.run(manager)
     dist.destroy_process_group()
 

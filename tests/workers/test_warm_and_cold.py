@@ -34,7 +34,7 @@ from elasticlib.workers.spec import (
     assign_worker_ranks,
 )
 
-PROBE = str(Path(__file__).parent.parent / "programs" / "probe.py")
+PROBE = str(Path(__file__).parent.parent / "programs" / "interpreter_state.py")
 
 
 @attrs.frozen

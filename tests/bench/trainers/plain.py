@@ -1,7 +1,8 @@
-"""`plain.py FOLDER [unsaved]`: plain torch, for torchrun, ft_launcher and no launcher at all.
+"""Training script in plain torch: `plain.py DIR [unsaved]`.
 
-All ranks begin at the newest checkpoint, and the first writes one every fourth step. With
-`unsaved`, for the undisturbed run, there are no checkpoints.
+torchrun, ft_launcher and the baseline without a launcher use it. All ranks resume from the newest
+checkpoint, and rank 0 writes one every fourth step. With `unsaved`, which the baseline uses, there
+are no checkpoints.
 """
 
 import sys
@@ -9,27 +10,28 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from work import Checkpoints, Progress, loss_of, make
+from work import Checkpoints, ProgressFile, compute_loss, create_model
 
 
-def main(folder: Path, *, saving: bool = True) -> None:
+def main(directory: Path, *, has_checkpoints: bool = True) -> None:
+    """Train until the process is killed."""
     rank = dist.get_rank()
-    model, optimizer = make()
-    checkpoints = Checkpoints(folder, model, optimizer, rank)
-    # All read before any goes on, as DDP waits for all.
+    model, optimizer = create_model()
+    checkpoints = Checkpoints(directory, model, optimizer, rank)
+    # Every rank has restored before any rank trains, because DDP waits for all ranks.
     step = checkpoints.restore()
     parallel = torch.nn.parallel.DistributedDataParallel(model)
-    progress = Progress(folder, rank)
+    progress = ProgressFile(directory, rank)
     while True:
         optimizer.zero_grad()
-        loss_of(parallel, step, rank).backward()
+        compute_loss(parallel, step, rank).backward()
         optimizer.step()
         step += 1
-        if saving:
-            checkpoints.after(step)
-        progress.done(step)
+        if has_checkpoints:
+            checkpoints.save_if_due(step)
+        progress.record_step(step)
 
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    main(Path(sys.argv[1]), saving="unsaved" not in sys.argv)
+    main(Path(sys.argv[1]), has_checkpoints="unsaved" not in sys.argv)

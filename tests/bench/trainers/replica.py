@@ -1,7 +1,7 @@
-"""`replica.py FOLDER`: with torchft. Each worker is a replica of its own, under its own torchrun.
+"""Training script for torchft: `replica.py DIR`. Each worker is a replica under its own torchrun.
 
-A replica that comes back takes model, optimizer and step from the one that went on, so that nothing
-is written to a disk. A step counts whenever it is committed, be it by one replica alone.
+A replica that restarts copies model, optimizer and step from the other one, so nothing is written
+to a disk. A step counts when it is committed, also by one replica alone.
 """
 
 import os
@@ -10,10 +10,10 @@ from datetime import timedelta
 from pathlib import Path
 
 from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
-from work import Progress, loss_of, make
+from work import ProgressFile, compute_loss, create_model
 
 replica = int(os.environ["REPLICA_GROUP_ID"])
-model, optimizer = make()
+model, optimizer = create_model()
 
 
 def load(state):
@@ -30,12 +30,12 @@ manager = Manager(
     timeout=timedelta(seconds=5),
 )
 parallel = DistributedDataParallel(manager, model)
-committing = Optimizer(manager, optimizer)
-progress = Progress(Path(sys.argv[1]), replica)
+replicated_optimizer = Optimizer(manager, optimizer)
+progress = ProgressFile(Path(sys.argv[1]), replica)
 while True:
-    committing.zero_grad()
+    replicated_optimizer.zero_grad()
     before = manager.current_step()
-    loss_of(parallel, before, replica).backward()
-    committing.step()
+    compute_loss(parallel, before, replica).backward()
+    replicated_optimizer.step()
     if manager.current_step() > before:
-        progress.done(manager.current_step())
+        progress.record_step(manager.current_step())

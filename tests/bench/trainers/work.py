@@ -1,9 +1,10 @@
-"""The training that all launchers of field.py run: plain torch, and nothing of any launcher.
+"""The training that all launchers of compare_launchers.py run, without code of any launcher.
 
-A step is 45 ms of sleep, which stands for a GPU's work, and then a small model's gradients, their
-mean over the workers, and SGD with momentum. A step's number decides its batch, so that a step that
-is done again is the same step. A batch has two parts, one for each of two workers; a worker that
-computes both takes twice as long. Model and optimizer are 2 MiB.
+A step sleeps for 45 ms, which stands for the work of a GPU. Then it computes the gradients of a
+small model and their mean over the workers, and makes a step of SGD with momentum. The number of a
+step determines its batch, so a repeated step is the same step. A batch has two parts, one for each
+of two workers. A worker that computes both parts takes twice as long. Model and optimizer have
+2 MiB.
 """
 
 from __future__ import annotations
@@ -14,22 +15,20 @@ from pathlib import Path
 
 import torch
 
-SECONDS = 0.045
-"""Of a step with one part of the batch, beside the model and the gradients' mean."""
-PART = 16
-"""Samples in a part of a batch."""
-START = "FIELD_START_SECONDS"
-"""Says, in the environment, how long a script takes to start: for a GPU's context, weights on their
-way to the device, compiled graphs, data loaders."""
+STEP_SLEEP_S = 0.045  # for one part of a batch
+PART_SAMPLES = 16  # in one part of a batch
+# The environment variable with the start delay of a worker in seconds. The delay stands for a GPU
+# context, the loading of weights, compiled graphs and data loaders.
+START_DELAY = "BENCH_START_DELAY_S"
+# Steps between two checkpoints. By Young's formula, the best interval is the square root of twice
+# the cost of a checkpoint (2 ms) times the time between faults (10 s): 0.2 s, which is four steps.
 SAVE_EVERY = 4
-"""Steps between two checkpoints. Young's rule for the time between them is the square root of twice
-a checkpoint's cost (2 ms) times the time between faults (10 s): 0.2 s, which is four steps."""
-SELDOM = 200
-"""The same where a checkpoint is for the loss of the machine alone."""
+RARE_SAVE_EVERY = 200  # steps between two checkpoints that only serve the loss of the machine
 
 
-def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    time.sleep(float(os.environ.get(START, "0")))
+def create_model() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Wait for the start delay, and return the model and its optimizer."""
+    time.sleep(float(os.environ.get(START_DELAY, "0")))
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = torch.nn.Sequential(
@@ -38,50 +37,56 @@ def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
-def loss_of(model: torch.nn.Module, step: int, *parts: int) -> torch.Tensor:
-    """The mean of these parts of a step's batch. It takes the step's time."""
-    time.sleep(SECONDS * len(parts))
+def compute_loss(model: torch.nn.Module, step: int, *parts: int) -> torch.Tensor:
+    """Return the mean loss of these parts of the batch. This takes the time of a step."""
+    time.sleep(STEP_SLEEP_S * len(parts))
     seeds = (2 * step + part for part in parts)
-    drawn = [torch.randn(PART, 256, generator=torch.Generator().manual_seed(s)) for s in seeds]
-    x = torch.cat(drawn)
+    inputs = [
+        torch.randn(PART_SAMPLES, 256, generator=torch.Generator().manual_seed(seed))
+        for seed in seeds
+    ]
+    x = torch.cat(inputs)
     return (model(x) - x.flip(1)).square().mean()
 
 
-class Progress:
-    """What a worker tells field.py: that it trains, as which process, and when each step was done.
+class ProgressFile:
+    """The file in which a worker records its steps for compare_launchers.py.
 
-    slot: which of the two workers it is, by a number that stays with it and that goes to whoever
-    replaces it. A line is written by one system call, so that a kill leaves no half of one.
+    Each line is written by one system call, so a kill leaves no partial line.
+
+    Args:
+        directory: The directory of the job.
+        slot: The number of the worker, 0 or 1. A replacement has the number of the killed worker.
     """
 
-    def __init__(self, folder: Path, slot: int) -> None:
-        self._steps = os.open(folder / f"steps.{slot}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        # With the time of its start, by which the kernel tells it from a later process of this pid.
+    def __init__(self, directory: Path, slot: int) -> None:
+        self._steps = os.open(directory / f"steps.{slot}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        # The start time distinguishes this process from a later one with the same pid.
         started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
-        new = folder / f"new.{slot}"
+        new = directory / f"new.{slot}"
         new.write_text(f"{os.getpid()} {started}")
-        new.replace(folder / f"worker.{slot}")
+        new.replace(directory / f"worker.{slot}")
 
-    def done(self, step: int, parts: int = 1) -> None:
-        """A step, of whose batch this worker has computed so many parts."""
-        samples = parts * PART
+    def record_step(self, step: int, parts: int = 1) -> None:
+        """Record a finished step, of whose batch this worker has computed `parts` parts."""
+        samples = parts * PART_SAMPLES
         os.write(self._steps, f"{step} {time.monotonic():.6f} {os.getpid()} {samples}\n".encode())
 
 
 class Checkpoints:
-    """Plain torch's: a file, written by one rank and renamed, which any rank reads.
+    """Checkpoints in plain torch: one rank writes and renames a file that every rank can read.
 
-    There is no fsync, as no machine fails here.
+    There is no fsync, because no machine fails in this benchmark.
     """
 
     def __init__(
-        self, folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int
+        self, directory: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int
     ) -> None:
-        self._file, self._model, self._optimizer = folder / "checkpoint", model, optimizer
+        self._file, self._model, self._optimizer = directory / "checkpoint", model, optimizer
         self._rank = rank
 
     def restore(self) -> int:
-        """The step of the newest, 0 if there is none."""
+        """Load the newest checkpoint; return its step, or 0 if there is none."""
         if not self._file.exists():
             return 0
         state = torch.load(self._file)
@@ -89,8 +94,8 @@ class Checkpoints:
         self._optimizer.load_state_dict(state["optimizer"])
         return int(state["step"])
 
-    def after(self, step: int) -> None:
-        """Every fourth step is written."""
+    def save_if_due(self, step: int) -> None:
+        """Save every fourth step, on rank 0."""
         if self._rank == 0 and step % SAVE_EVERY == 0:
             state = {"model": self._model, "optimizer": self._optimizer}
             plain = {name: part.state_dict() for name, part in state.items()}

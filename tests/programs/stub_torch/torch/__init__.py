@@ -1,1 +1,1 @@
-"""As much of torch as an agent uses, for tests whose workers use none: it costs no two seconds."""
+"""The part of torch that an agent uses, for tests whose workers use none. Its import is fast."""

@@ -1,6 +1,6 @@
-"""A TCPStore that holds its port, so that nobody else gets it, and answers nobody.
+"""A TCPStore that only occupies its port and answers no client.
 
-What it is told beside goes to the file that STUB_TORCH_TOLD names.
+It writes its other arguments to the file that STUB_TORCH_ARGUMENTS names.
 """
 
 import json
@@ -11,11 +11,11 @@ from typing import Any
 
 
 class TCPStore:
-    def __init__(self, host: str, port: int, *, master_listen_fd: int, **told: Any) -> None:
+    def __init__(self, host: str, port: int, *, master_listen_fd: int, **arguments: Any) -> None:
         self.host, self.port = host, port
         self._listener = socket.socket(fileno=master_listen_fd)
-        if "STUB_TORCH_TOLD" in os.environ:
-            Path(os.environ["STUB_TORCH_TOLD"]).write_text(json.dumps(told))
+        if "STUB_TORCH_ARGUMENTS" in os.environ:
+            Path(os.environ["STUB_TORCH_ARGUMENTS"]).write_text(json.dumps(arguments))
 
     def __del__(self) -> None:
         self._listener.close()

@@ -1,0 +1,45 @@
+"""An elasticrun whose workers receive stop notices, as files.
+
+Usage: notice_agent.py FLAGS... SCRIPT FOLDER ARGS... The agent writes each notice to
+FOLDER/notice.NODE.GENERATION.
+"""
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+from elasticlib import LocalWorkers, Workers
+from elasticlib.launch.arguments import parse
+from elasticlib.launch.elastic_launch import run_node
+from elasticlib.workers.interface import StopNotice
+
+
+class NoticedWorkers(LocalWorkers, Workers):
+    """Workers that find their notices in a directory."""
+
+    def __init__(self, folder: str, ignored: tuple[int, ...]) -> None:
+        super().__init__(os.environ, ignored_signals=ignored)
+        self._notices = Path(folder)
+        self._generation = 0
+
+    def start(self, group, on_exit) -> None:
+        self._generation = group.generation
+        super().start(group, on_exit)
+
+    def notify(self, notice: StopNotice) -> bool:
+        path = self._notices / f"notice.{os.environ['NODE']}.{self._generation}"
+        path.write_text(f"{notice.reason} {notice.grace_s:g}")
+        return True
+
+
+def main() -> int:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    config, script = parse(sys.argv[1:])
+    ignored = config.supervision.agent.agent_only_signals
+    result = run_node(config, script, NoticedWorkers(script.args[0], ignored))
+    print(f"{result.state.value.upper()}: {result.reason}")
+    return result.exit_code
+
+
+sys.exit(main())
