@@ -63,6 +63,14 @@ def test_a_service_has_no_notice_at_first_and_then_one_with_its_time(kind: str) 
     assert notice.deadline_s == pytest.approx(30.0, abs=2.0)
 
 
+def answer_without_http(listener: socket.socket) -> None:
+    """Answer one request with a line that is no HTTP."""
+    connection, _ = listener.accept()
+    with connection:
+        connection.recv(1000)
+        connection.sendall(b"hello\n\n")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("failure", ["status", "body", "long", "late", "no http", "refused"])
 def test_an_answer_that_no_service_gives_is_a_failure_and_not_a_notice(
@@ -87,9 +95,11 @@ def test_an_answer_that_no_service_gives_is_a_failure_and_not_a_notice(
                 address = ("127.0.0.1", 1)
         if failure == "no http":
             with socket.create_server(("127.0.0.1", 0)) as plain:
-                threading.Thread(target=lambda: plain.accept()[0].sendall(b"hello\n\n")).start()
-                with pytest.raises(OSError, match=r"."):
+                thread = threading.Thread(target=answer_without_http, args=(plain,))
+                thread.start()
+                with pytest.raises(OSError, match=r"no HTTP answer"):
                     SOURCES[kind](plain.getsockname()).poll()
+                thread.join()
             return
         with pytest.raises(OSError, match=r"."):
             SOURCES[kind](address).poll()
@@ -278,19 +288,19 @@ def test_a_function_returns_a_notice_a_text_or_nothing(monkeypatch: pytest.Monke
     [
         ("amazon", "--preemption-notice must be one of auto, aws, .*, got 'amazon'"),
         ("file:", "--preemption-notice must be one of .* file:PATH"),
-        ("aws:now", None),
+        ("aws:now", "--preemption-notice must be one of .*, got 'aws:now'"),
         ("", "--preemption-notice must be one of"),
     ],
 )
-def test_a_value_that_names_no_source_is_rejected(value: str, message: str | None) -> None:
-    arguments = ["--standalone", f"--preemption-notice={value}", "-m", "json"]
-    if message is None:  # a function of a module `aws` is found to be missing at the start
-        parse(arguments)
-        with pytest.raises(ConfigError, match="cannot be imported"):
-            open_source(value)
-        return
+def test_a_value_that_names_no_source_is_rejected(value: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        parse(arguments)
+        parse(["--standalone", f"--preemption-notice={value}", "-m", "json"])
+
+
+def test_a_function_that_cannot_be_imported_is_found_at_the_start() -> None:
+    parse(["--standalone", "--preemption-notice=no_such_module:function", "-m", "json"])
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        open_source("no_such_module:function")
 
 
 # -- the watch ------------------------------------------------------------------------------------
