@@ -399,7 +399,7 @@ class ElasticAgent:
                 return self._on_signal(number)
             case DrainRequest(source, reason, deadline):
                 if deadline is not None:
-                    self._stopper.set_deadline(deadline)
+                    self._execute(self._stopper.set_deadline(deadline))
                 return self._on_drain(0, source, reason)
             case PeerMessages(prefix, topic, messages) if prefix == self._peers.prefix:
                 self._execute(self._stopper.on_messages(topic, messages))
