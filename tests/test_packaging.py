@@ -25,7 +25,10 @@ batches: list[list[int]] = list(ElasticBatchSampler(sampler, 4))
 reveal_type(sampler.epoch)
 """
 
-pytestmark = pytest.mark.long
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(not (ROOT / ".git").exists(), reason="only a checkout is built"),
+]
 
 
 def tracked_files(*folders: str) -> set[str]:
