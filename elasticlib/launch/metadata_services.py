@@ -14,6 +14,7 @@ import queue
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
+from functools import partial
 from http.client import HTTPConnection, HTTPException
 from typing import Any
 
@@ -341,7 +342,7 @@ def find_service(
         found.put(service if service.answers(timeout) else None)
 
     for service in services:
-        start_thread(daemon_thread(lambda service=service: ask(service), "metadata-service"))
+        start_thread(daemon_thread(partial(ask, service), "metadata-service"))
     return _first_found(found, len(services), timeout)
 
 
