@@ -74,7 +74,7 @@ def test_each_file_and_directory_that_the_design_names_exists() -> None:
 
 def test_the_code_map_has_a_row_for_each_file_of_the_packages_that_it_lists() -> None:
     sections = re.findall(
-        r"\n### `(elasticlib(?:/\w+)?)/`\n(.*?)(?=\n### )", CODE_MAP.read_text(), re.DOTALL
+        r"\n## `(elasticlib(?:/\w+)?)/`\n(.*?)(?=\n## )", CODE_MAP.read_text(), re.DOTALL
     )
     assert len(sections) > 11
     for folder, text in sections:

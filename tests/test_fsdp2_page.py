@@ -55,31 +55,31 @@ def start(job: Job, command: str) -> Node:
 
 def printed_lines(node: Node) -> list[str]:
     """Return what rank 0 of the script has printed."""
-    return re.findall(r"(\d ranks; .*|done after .*)$", node.text, re.MULTILINE)
+    return re.findall(r"(\d ranks, .*|done after .*)$", node.text, re.MULTILINE)
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_script_survives_a_killed_worker_and_resumes_at_another_world_size(job: Job) -> None:
     for name, code in FILES.items():
         (job.folder / name).write_text(code)
     checkpoints = job.folder / "checkpoints"
     first = start(job, FIRST_RUN)
     # The worker is killed after the first checkpoint, so that it has a snapshot as well.
-    wait_until("a checkpoint", lambda: list(checkpoints.glob("step-*/manifest.json")), 60.0)
+    wait_until("a checkpoint", lambda: list(checkpoints.glob("step-*/manifest.json")), 120.0)
     assert KILL == "kill -9 $(cat rank1.pid)"
     subprocess.run(["/bin/sh", "-c", KILL], cwd=job.folder, check=True)
-    assert first.exit_code(90.0) == 0, first.text
+    assert first.exit_code(150.0) == 0, first.text
     start_line, restart_line, end_line = OUTPUTS[0]
     lines = printed_lines(first)
     assert [lines[0], lines[-1]] == [start_line, end_line]
-    assert re.sub(r"\d+ from", "N from", lines[1]) == re.sub(r"\d+ from", "N from", restart_line)
+    assert re.sub(r"step \d+", "step N", lines[1]) == re.sub(r"step \d+", "step N", restart_line)
     assert len(lines) == 3
-    assert parts(checkpoints, 400) == 3
+    assert parts(checkpoints, 200) == 3
 
     second = start(job, SECOND_RUN)
-    assert second.exit_code(90.0) == 0, second.text
+    assert second.exit_code(150.0) == 0, second.text
     assert printed_lines(second)[-2:] == OUTPUTS[1]
-    assert parts(checkpoints, 500) == 2
+    assert parts(checkpoints, 250) == 2
     check_checkpoints(job)
 
 
@@ -95,6 +95,6 @@ def check_checkpoints(job: Job) -> None:
     out, _ = job.run_command(command, str(job.folder / arguments[1]), option)
     assert out.count("verified") == len(CheckpointManager(job.folder / "checkpoints").steps())
     shapes = subprocess.check_output(
-        [sys.executable, "evaluate.py"], cwd=job.folder, text=True, timeout=60
+        [sys.executable, "evaluate.py"], cwd=job.folder, text=True, timeout=100
     )
     assert "'0.weight': (32, 16)" in shapes
