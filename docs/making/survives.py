@@ -32,7 +32,7 @@ RECORD, PICTURE, REPORT = (
     DOCS / "pictures" / name for name in ("survives.json", "survives.svg", "report.html")
 )
 NODE_A, NODE_B = "node A", "node B"
-DURATION_S = 40.0  # from the first step to the end of the run
+DURATION_S = 45.0  # from the first step to the end of the run
 START_TIMEOUT_S = 120.0
 EXIT_TIMEOUT_S = 60.0
 
@@ -147,9 +147,9 @@ class Job:
 # which returns False if there is nothing to kill.
 SCHEDULE: Sequence[tuple[float, str, Callable[[Job], bool | None]]] = (
     (5.0, "kill a worker", lambda job: job.kill_worker(NODE_A, 1)),
-    (9.0, "start node B", lambda job: job.start_node(NODE_B, 1)),
-    (20.0, "kill node B", lambda job: job.kill_node(NODE_B)),
-    (30.0, "kill a worker", lambda job: job.kill_worker(NODE_A, 0)),
+    (12.0, "start node B", lambda job: job.start_node(NODE_B, 1)),
+    (26.0, "kill node B", lambda job: job.kill_node(NODE_B)),
+    (36.0, "kill a worker", lambda job: job.kill_worker(NODE_A, 0)),
 )
 
 
