@@ -158,6 +158,18 @@ def goes(here: Membership | None, there: Membership | None, *, earlier: bool) ->
     return part.try_other_store(LEASE)
 
 
+def test_a_node_that_moved_to_another_store_reads_the_status_of_that_store() -> None:
+    """If the node still counted as blocked, it would fail at a store that has enough nodes."""
+    store = Scattered(holding(SECOND), earlier=False)
+    part = lone(store)
+    part.read(0.0)
+    part.leader_status = attrs.evolve(part.leader_status, is_blocked=True)
+    part.next_status_read_at = 100 * LEASE
+    assert part.try_other_store(LEASE)
+    assert not part.leader_status.is_blocked
+    assert part.next_status_read_at == LEASE
+
+
 def test_a_node_that_remembers_a_generation_gives_up_after_the_grace() -> None:
     crew = Crew()
     crew.add(2, RendezvousSettings(2, 2))
