@@ -12,15 +12,13 @@ from __future__ import annotations
 import json
 import queue
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timezone
-from email.utils import parsedate_to_datetime
 from functools import partial
 from http.client import HTTPConnection, HTTPException
 from typing import Any
 
 import attrs
 
-from ..clock import monotonic
+from ..clock import monotonic, parse_utc, wall
 from ..threads import daemon_thread, start_thread
 from .preemption_notice import NoticeSource, PreemptionNotice
 
@@ -96,10 +94,13 @@ def _read_json(path: str, answer: Answer) -> Mapping[str, Any]:
     return fields
 
 
-def seconds_until(at: datetime, *, now: datetime | None = None) -> float:
-    """Return the seconds from now to a time in UTC, at least 0."""
-    at = at if at.tzinfo is not None else at.replace(tzinfo=timezone.utc)
-    return max(0.0, (at - (now or datetime.now(timezone.utc))).total_seconds())
+def seconds_until(text: str) -> float:
+    """Return the seconds from now to a time, at least 0.
+
+    Raises:
+        ValueError: the text is no time.
+    """
+    return max(0.0, parse_utc(text) - wall())
 
 
 class MetadataService(NoticeSource):
@@ -201,8 +202,7 @@ def read_instance_action(fields: Mapping[str, Any]) -> PreemptionNotice:
     if action == "hibernate":
         return PreemptionNotice("spot interruption (hibernate)", 0.0)
     try:
-        at = datetime.fromisoformat(str(fields["time"]).replace("Z", "+00:00"))
-        left_s = min(AWS_NOTICE_S, seconds_until(at))
+        left_s = min(AWS_NOTICE_S, seconds_until(str(fields["time"])))
     except (KeyError, ValueError):
         left_s = AWS_NOTICE_S
     return PreemptionNotice(f"spot interruption ({action})", left_s)
@@ -326,7 +326,7 @@ def read_scheduled_event(event: Mapping[str, Any]) -> PreemptionNotice:
     if not text:
         return PreemptionNotice(reason, 0.0)
     try:
-        return PreemptionNotice(reason, seconds_until(parsedate_to_datetime(text)))
+        return PreemptionNotice(reason, seconds_until(text))
     except ValueError:
         return PreemptionNotice(reason)
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from metadata_server import KINDS, MACHINE, MetadataServer, serving
 
-from elasticlib.clock import monotonic
+from elasticlib.clock import monotonic, parse_utc
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import parse
 from elasticlib.launch.metadata_services import (
@@ -27,7 +27,6 @@ from elasticlib.launch.metadata_services import (
     find_service,
     read_instance_action,
     read_scheduled_event,
-    seconds_until,
 )
 from elasticlib.launch.preemption import PreemptionWatcher, open_source, watch_for_preemption
 from elasticlib.launch.preemption_notice import (
@@ -138,9 +137,12 @@ def test_the_time_of_an_aws_notice_is_read_and_bounded() -> None:
     assert read_instance_action({"action": "hibernate"}).deadline_s == 0
 
 
-def test_a_time_without_a_zone_is_in_utc() -> None:
-    now = datetime(2026, 1, 1, 12, 0, tzinfo=timezone.utc)
-    assert seconds_until(datetime(2026, 1, 1, 12, 1), now=now) == 60
+def test_times_of_the_services_are_in_utc() -> None:
+    at = datetime(2026, 1, 2, 12, 1, tzinfo=timezone.utc).timestamp()
+    for text in ("2026-01-02T12:01:00Z", "2026-01-02T12:01:00", "Fri, 02 Jan 2026 12:01:00 GMT"):
+        assert parse_utc(text) == at
+    with pytest.raises(ValueError, match=r"."):
+        parse_utc("soon")
 
 
 def test_maintenance_of_a_gcp_machine_is_a_notice_of_an_hour() -> None:

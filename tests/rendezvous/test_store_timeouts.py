@@ -164,6 +164,17 @@ def moves_to_other_store(
     return node.try_other_store(LEASE_TTL)
 
 
+def test_a_node_that_moved_to_another_store_reads_the_status_of_that_store() -> None:
+    """If the node still counted as blocked, it would fail at a store that has enough nodes."""
+    node = create_node(StoreWithOtherEndpoint(create_store(GENERATION_2), earlier=False))
+    node.read(0.0)
+    node.leader_status = attrs.evolve(node.leader_status, is_blocked=True)
+    node.next_status_read_at = 100 * LEASE_TTL
+    assert node.try_other_store(LEASE_TTL)
+    assert not node.leader_status.is_blocked
+    assert node.next_status_read_at == LEASE_TTL
+
+
 def test_a_node_that_remembers_a_generation_leaves_after_the_store_grace() -> None:
     cluster = StepwiseCluster()
     cluster.add(2, RendezvousSettings(2, 2))
