@@ -438,7 +438,7 @@ def test_waiting_for_a_third_party_handler_is_logged_every_ten_seconds(
             assert run.result().state is WorkerState.SUCCEEDED
     assert len(waits()) == 3
     assert waits()[1] == (
-        "waiting for the other nodes for 20 s: next_rendezvous of WaitingHandler (backend lone, "
+        "waiting for the other nodes for 20 s: next_rendezvous of WaitingHandler (backend single, "
         "run run) has not returned; reason for this rendezvous: the first generation of this node"
     )
 
