@@ -95,7 +95,8 @@ def check_links(page: Path, markdown: str) -> None:
         resolved = (page.parent / path if path else page).resolve()
         # `make docs` copies the notebooks to docs/notebooks, which git ignores.
         is_copy = DOCS / "notebooks" in resolved.parents
-        assert resolved.exists() and not is_copy, f"{page} links to {target}"
+        assert resolved.exists(), f"{page} links to {target}"
+        assert not is_copy, f"{page} links to {target}"
         if anchor:
             assert anchor in find_anchors(resolved), f"{page} links to {target}: no such heading"
 

@@ -33,6 +33,7 @@ AWS_NOTICE_S = 120.0  # AWS announces an interruption so long before
 GCP_PREEMPTION_S = 30.0  # GCP stops a machine so long after the value changes
 GCP_MAINTENANCE_S = 3600.0  # for machines with GPUs
 GCP_WAIT_S = 5.0  # a request for a change is answered after this time at the latest
+AZURE_TIMEOUT_S = 10.0  # the first request of a machine enables the service, which takes longer
 AZURE_EVENT_TYPES = ("Preempt", "Terminate", "Reboot", "Redeploy")
 
 
@@ -265,8 +266,6 @@ class AzureSource(MetadataService):
     _EVENTS_PATH = "/metadata/scheduledevents?api-version=2020-07-01"
     _NAME_PATH = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
     _HEADERS = {"Metadata": "true"}  # noqa: RUF012 - never changed
-    # The first request of a machine enables the service, which may take longer.
-    _TIMEOUT_S = 10.0
 
     def __init__(self, address: tuple[str, int] = ADDRESS, *, approve_early: bool = False) -> None:
         super().__init__(address)
@@ -297,7 +296,7 @@ class AzureSource(MetadataService):
         return bool(self._machine)
 
     def _get(self, path: str) -> Answer:
-        answer = self._request("GET", path, self._HEADERS, timeout=self._TIMEOUT_S)
+        answer = self._request("GET", path, self._HEADERS, timeout=AZURE_TIMEOUT_S)
         if answer.status != OK:
             raise _unexpected(path, answer)
         return answer

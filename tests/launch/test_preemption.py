@@ -76,7 +76,7 @@ def test_an_answer_that_no_service_gives_is_a_failure_and_not_a_notice(
     kind: str, failure: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("elasticlib.launch.metadata_services.REQUEST_TIMEOUT_S", 0.2)
-    monkeypatch.setattr("elasticlib.launch.metadata_services.AzureSource._TIMEOUT_S", 0.2)
+    monkeypatch.setattr("elasticlib.launch.metadata_services.AZURE_TIMEOUT_S", 0.2)
     with serving(kind) as (server, address):
         server.send_notice()
         match failure:
