@@ -22,7 +22,7 @@ from .record_codec import decode as decode
 from .record_codec import encode as encode
 from .record_codec import fields_of, from_json, parse
 
-FORMAT = 6
+FORMAT = 7
 FORMAT_REMEDY = "start all nodes with the same version of elasticlib"
 
 

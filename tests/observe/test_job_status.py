@@ -32,6 +32,7 @@ from elasticlib.observe.job_status import (
 )
 from elasticlib.observe.node_status import NodeReport
 from elasticlib.observe.stack_query import JobStacks, NodeStacks, group_stacks, stack_lines
+from elasticlib.rendezvous.bad_nodes import ExcludedHost
 from elasticlib.rendezvous.membership import (
     JobPhase,
     LeaderStatus,
@@ -169,6 +170,14 @@ def test_node_without_a_rank_is_joining_before_a_generation_and_a_spare_during_o
 
     assert ranks_of(Membership(RendezvousSettings(2, 3))) == ["joining"] * 3
     assert ranks_of(FORMED) == ["0", "1", "spare"]
+
+
+def test_the_status_names_each_excluded_host_and_the_reason() -> None:
+    excluded = ExcludedHost("h7", "its workers\nfailed")
+    document = attrs.evolve(FORMED, excluded_hosts=(excluded,))
+    status = compute_status(make_reading(document, S.RUNNING, S.RUNNING))
+    assert as_document(status)["excluded"] == [{"host": "h7", "reason": "its workers\nfailed"}]
+    assert "  excluded: h7, because its workers\\x0afailed" in headline(status)
 
 
 def test_json_document_has_exactly_the_documented_keys() -> None:

@@ -67,6 +67,7 @@ class Faults:
     span: float = 30.0  # seconds over which the faults are distributed
     drains: int = 0  # a node announces that it leaves, and leaves when its workers have stopped
     worker_losses: int = 0  # one of several workers of a node is lost
+    bad_nodes: int = 0  # the workers of so many nodes fail soon after each start, during `span`
 
 
 class SimEventKind(enum.Enum):
@@ -182,6 +183,7 @@ class SimulatedNode:
         )
         self.local_node.intent = self.intent.request_join()
         self._is_stopping = False
+        self._is_bad = index < simulation.faults.bad_nodes
 
     @property
     def intent(self) -> NodeIntent:
@@ -266,6 +268,9 @@ class SimulatedNode:
         self.announced_slots = {assignment.local_world_size}
         self.local_node.can_regroup = self.retains_workers
         self.local_node.intent = self.intent.with_node_fields(slots=assignment.local_world_size)
+        if self._is_bad:
+            fail = partial(self._fail_again, self.intent.node.membership_id)
+            self._simulation.schedule(self._simulation.random.uniform(0.0, 2.0), fail)
         if assignment.local_world_size < self.num_workers:
             ready = partial(self._admit_workers, self.intent.node.membership_id)
             self._simulation.schedule(self._simulation.random.uniform(0.0, 3.0), ready)
@@ -345,6 +350,12 @@ class SimulatedNode:
             self._simulation.record(self.name, SimEventKind.FAILS, "its workers fail")
             self.num_alive_workers = 0
             self.local_node.intent = self.intent.record_failure("exit code 1")
+
+    def _fail_again(self, membership: str) -> None:
+        """Fail as a bad node does, if this generation is still current."""
+        is_current = self.intent.node.membership_id == membership
+        if self.is_alive and is_current and self._simulation.now < self._simulation.faults.span:
+            self.fail_workers()
 
     def lose_worker(self) -> None:
         """Lose one of several workers. The others are stopped, if they are not retained."""

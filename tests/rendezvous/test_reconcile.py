@@ -21,6 +21,7 @@ from sample_memberships import (
     mark_stopped,
 )
 
+from elasticlib.rendezvous.bad_nodes import ExcludedHost, FirstFailure
 from elasticlib.rendezvous.membership import (
     GenerationTrigger,
     JobEnd,
@@ -364,7 +365,13 @@ def documents(draw: st.DrawFn) -> Membership:
             failure = draw(st.sampled_from([None, NodeFailure(members[0].id, "x")]))
             document = end_generation(document, "x", failure)
     evicted = draw(st.lists(names, max_size=2, unique=True))
-    return attrs.evolve(document, evicted=tuple(f"{name}-1" for name in evicted))
+    failed_first = draw(st.lists(names, max_size=4))
+    return attrs.evolve(
+        document,
+        evicted=tuple(f"{name}-1" for name in evicted),
+        excluded_hosts=tuple(ExcludedHost(name, "x") for name in draw(st.sets(names, max_size=2))),
+        first_failures=tuple(FirstFailure(n - 3, name) for n, name in enumerate(failed_first)),
+    )
 
 
 @given(documents(), node_lists, st.floats(0, 5), st.sets(names, max_size=3))
@@ -385,6 +392,7 @@ def assert_valid_transition(before: Membership, after: Membership, live: list[No
     assert after != before
     assert after.generation in (before.generation, before.generation + 1)
     assert before.restarts <= after.restarts <= before.settings.max_restarts
+    assert after.excluded_hosts[: len(before.excluded_hosts)] == before.excluded_hosts
     if after.generation == before.generation:
         assert after.members == before.members
         return
@@ -395,6 +403,7 @@ def assert_valid_transition(before: Membership, after: Membership, live: list[No
     assert before.settings.min_nodes <= len(ids) <= before.settings.max_nodes
     assert len(set(ids)) == len(ids)
     assert not set(ids) & {*before.evicted, *before.rejected_spares}
+    assert not {m.host for m in after.members} & {item.host for item in before.excluded_hosts}
     ready = {
         n.id
         for n in live

@@ -183,3 +183,85 @@ def test_failures_beyond_the_restart_budget_end_the_job_for_all_nodes() -> None:
     assert simulation.documents[-1].phase is JobPhase.FAILED
     assert simulation.documents[-1].restarts == 1
     assert not simulation.alive_nodes
+
+
+def bad_node_simulation(
+    seed: int, *, num_bad: int, num_good: int, min_nodes: int, **faults: int
+) -> Simulation:
+    """Return a simulation in which the first nodes always fail, with these other faults only."""
+    quiet = {"crashes": 0, "joins": 0, "leaves": 0, "worker_failures": 0, "pauses": 0}
+    settings = RendezvousSettings(min_nodes, num_bad + num_good, max_restarts=1000)
+    return Simulation(
+        seed,
+        settings,
+        nodes=num_bad + num_good,
+        faults=Faults(span=100.0, bad_nodes=num_bad, **{**quiet, **faults}),
+    )
+
+
+def bad_names(num_bad: int) -> set[str]:
+    return {f"node{index}" for index in range(num_bad)}
+
+
+def test_nodes_that_always_fail_are_excluded_and_the_job_continues_on_the_others(
+    request: pytest.FixtureRequest,
+) -> None:
+    for seed in range(request.config.getoption("--seeds") // 15):
+        draw = random.Random(seed)
+        num_bad, num_good = draw.randint(1, 2), draw.randint(1, 4)
+        played = bad_node_simulation(
+            seed, num_bad=num_bad, num_good=num_good, min_nodes=draw.randint(1, num_good)
+        ).run()
+        last = played.documents[-1]
+        assert {item.host for item in last.excluded_hosts} == bad_names(num_bad)
+        assert all("failed first in" in item.reason for item in last.excluded_hosts)
+        assert last.phase is JobPhase.ACTIVE
+        assert len(last.members) == num_good
+        # Each bad node was excluded by a failure that was not charged.
+        failures = sum(event.kind is SimEventKind.FAILS for event in played.event_log)
+        assert last.restarts <= failures - num_bad
+
+
+def test_no_node_is_excluded_that_the_job_needs(request: pytest.FixtureRequest) -> None:
+    num_explained = 0
+    for seed in range(request.config.getoption("--seeds") // 30):
+        num_good = 1 + seed % 3
+        played = bad_node_simulation(
+            seed, num_bad=1, num_good=num_good, min_nodes=num_good + 1
+        ).run()
+        last = played.documents[-1]
+        assert not last.excluded_hosts
+        assert len(last.members) == num_good + 1
+        reasons = [document.reason for document in played.documents]
+        num_explained += any("node0 stays in the job although" in text for text in reasons)
+    assert num_explained
+
+
+def test_a_job_of_one_node_never_excludes_it() -> None:
+    played = bad_node_simulation(1, num_bad=1, num_good=0, min_nodes=1).run()
+    assert not any(document.excluded_hosts for document in played.documents)
+    assert not any("stays in the job" in document.reason for document in played.documents)
+    assert len(played.alive_nodes) == 1
+
+
+def test_good_nodes_are_not_excluded_whatever_else_fails(request: pytest.FixtureRequest) -> None:
+    num_excluded = 0
+    for seed in range(request.config.getoption("--seeds") // 15):
+        draw = random.Random(seed)
+        num_bad, num_good = draw.randint(1, 2), draw.randint(1, 5)
+        others = {
+            "crashes": 2,
+            "joins": 3,
+            "leaves": 1,
+            "pauses": 2,
+            "partitions": 2,
+            "store_resets": draw.randint(0, 1),
+            "duplicate_wakeups": 2,
+        }
+        played = bad_node_simulation(
+            seed, num_bad=num_bad, num_good=num_good, min_nodes=draw.randint(1, num_good), **others
+        ).run()
+        excluded = {item.host for d in played.documents for item in d.excluded_hosts}
+        assert excluded <= bad_names(num_bad)
+        num_excluded += len(excluded)
+    assert num_excluded

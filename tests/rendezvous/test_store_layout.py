@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticlib.errors import RendezvousConfigError
+from elasticlib.rendezvous.bad_nodes import ExcludedHost, FirstFailure
 from elasticlib.rendezvous.membership import (
     GenerationTrigger,
     JobEnd,
@@ -68,6 +69,12 @@ states = st.builds(
     is_planned=st.booleans(),
     quick_failure_count=st.integers(0, 9),
     trigger=st.sampled_from(GenerationTrigger),
+    first_failures=st.lists(
+        st.builds(FirstFailure, generation=st.integers(0, 99), host=st.text()), max_size=2
+    ).map(tuple),
+    excluded_hosts=st.lists(
+        st.builds(ExcludedHost, host=st.text(), reason=st.text()), max_size=2
+    ).map(tuple),
     job_end=st.none() | st.builds(JobEnd, written_by=st.text(), finished_at=st.text()),
 )
 
@@ -134,7 +141,7 @@ RAW_SETTINGS = json.loads(encode_state(MembershipState(RendezvousSettings(1, 2))
     [
         (
             encode_with(format=1),
-            "has format 1, this elasticlib reads only format 6: start all nodes with",
+            "has format 1, this elasticlib reads only format 7: start all nodes with",
         ),
         (encode_with(trigger=None), "field 'trigger' is None"),
         (encode_with(generation="3"), "generation"),
