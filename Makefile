@@ -15,7 +15,7 @@ VENV_NEWEST := .venv-newest
 STAMP_NEWEST := $(VENV_NEWEST)/installed
 NEWEST := tests/newest
 # The tests whose results depend on the version of torch. NEWEST_TESTS=tests runs all tests.
-NEWEST_TESTS ?= tests/checkpoint/test_accepted.py tests/checkpoint/test_restore_on_all_ranks.py \
+NEWEST_TESTS ?= tests/checkpoint/test_supported_states.py tests/checkpoint/test_restore_on_all_ranks.py \
 	tests/checkpoint/test_single_file.py tests/checkpoint/test_sharded_checkpoints.py \
 	tests/data/test_batch_sampler.py tests/data/test_sampler.py tests/data/test_stateful_loader.py \
 	tests/examples/test_in_place.py \

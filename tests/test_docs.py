@@ -9,13 +9,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import tempfile
 from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from making import survives
+from making import survives, timeline
 from making.policy import CASES, EVENTS, arrows, rows
 from making.redraw import PAGE, PICTURE, POSITIONS, states, with_table
 from making.reference import GENERATED, pages
@@ -88,34 +87,48 @@ def test_the_reference_in_the_repository_is_up_to_date() -> None:
     assert texts == pages(), "run `python docs/making/redraw.py`"
 
 
-# The job of the first page
+# The picture of the README
 
 
-def load_recorded_job() -> survives.Story:
-    return survives.from_plain(json.loads(survives.KEPT.read_text()))
+def recorded_runs() -> list[timeline.Run]:
+    return timeline.runs_from_json(json.loads(survives.RECORD.read_text()))
 
 
-def check_story(story: survives.Story) -> None:
-    """Check that the job had four disturbances and lost no step."""
-    descriptions = [description for _, description in story.faults]
-    assert descriptions == ["kill -9 worker", "node B joins", "kill -9 node B", "kill -9 worker"]
-    rank_0 = sorted((s for s in story.spans if s.rank == 0), key=lambda span: span.generation)
-    assert [span.generation for span in rank_0] == [1, 2, 3, 4, 5]
-    assert all(b.first <= a.last + 1 for a, b in pairwise(rank_0))
-    assert sorted({(span.node, span.rank) for span in story.spans if span.generation == 3}) == [
-        *(("node A", 0), ("node A", 1), ("node B", 2))
+def check_elastic_run(run: timeline.Run) -> None:
+    """Check that the job continued after each fault, and that no step is missing."""
+    assert [fault.label for fault in run.faults] == [
+        *("kill a worker", "start node B", "kill node B", "kill a worker")
     ]
+    assert not any(fault.is_missed for fault in run.faults)
+    own = sorted(
+        (span for span in run.spans if (span.node, span.local_rank) == ("node A", 0)),
+        key=lambda span: span.generation,
+    )
+    assert [span.generation for span in own] == [1, 2, 3, 4, 5]
+    assert all(b.first_step <= a.last_step + 1 for a, b in pairwise(own))
+    third = {(span.node, span.local_rank) for span in run.spans if span.generation == 3}
+    assert third == {("node A", 0), ("node A", 1), ("node B", 0)}
 
 
-def test_the_picture_of_the_job_is_drawn_from_its_recorded_data() -> None:
-    story = load_recorded_job()
-    check_story(story)
-    assert survives.PICTURE.read_text() == survives.draw(story), "run `make picture`"
+def test_picture_is_drawn_from_the_recorded_runs() -> None:
+    runs = recorded_runs()
+    check_elastic_run(runs[0])
+    assert survives.PICTURE.read_text() == timeline.draw(runs), "run `make picture`"
 
 
-def test_the_picture_of_the_job_has_no_external_parts() -> None:
+def test_picture_shows_both_launchers_with_the_same_faults() -> None:
+    elastic, plain = recorded_runs()
+    assert (elastic.launcher, plain.launcher) == ("elasticrun", "torchrun")
+    assert [fault.label for fault in elastic.faults] == [fault.label for fault in plain.faults]
+    for ours, theirs in zip(elastic.faults, plain.faults, strict=True):
+        assert abs(ours.at_s - theirs.at_s) < 0.5
+    text = timeline.draw([elastic, plain])
+    assert all(run.summary() in text for run in (elastic, plain))
+
+
+def test_picture_has_no_external_parts() -> None:
     """The picture is shown on light and on dark pages, where no script runs."""
-    text = survives.draw(load_recorded_job())
+    text = timeline.draw(recorded_runs())
     assert len(text) < 60_000
     drawing = ElementTree.fromstring(text)
     assert {part.tag.rpartition("}")[2] for part in drawing.iter()} == {
@@ -127,18 +140,24 @@ def test_the_picture_of_the_job_has_no_external_parts() -> None:
     )
 
 
-def test_the_picture_of_the_job_has_a_mark_for_each_disturbance_and_a_bar_for_each_span() -> None:
-    story = load_recorded_job()
-    drawing = ElementTree.fromstring(survives.draw(story))
+def test_picture_has_a_mark_for_each_fault_and_a_bar_and_a_curve_for_each_generation() -> None:
+    runs = recorded_runs()
+    drawing = ElementTree.fromstring(timeline.draw(runs))
     kinds = [part.get("class", "").split()[:1] for part in drawing.iter()]
-    assert kinds.count(["mark"]) == len(story.faults)
-    assert kinds.count(["bar"]) == len(story.spans)
-    assert kinds.count(["loss"]) == 5
+    assert kinds.count(["mark"]) == len(runs[0].faults)
+    assert kinds.count(["bar"]) == sum(len(run.spans) for run in runs)
+    assert kinds.count(["curve"]) == sum(len(run.generations()) for run in runs)
+
+
+def test_picture_names_its_axes_and_has_a_legend() -> None:
+    drawing = ElementTree.fromstring(timeline.draw(recorded_runs()))
+    words = [text.text for text in drawing.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"seconds since the first step", "training", "step", "SIGKILL"} <= set(words)
+    assert words.count("node A, worker 0") == words.count("node B, worker 0") == 2
 
 
 @pytest.mark.faults
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_the_job_of_the_picture_loses_no_step() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        check_story(survives.play(Path(folder)))
+def test_job_of_the_picture_loses_no_step(tmp_path: Path) -> None:
+    check_elastic_run(survives.play(survives.LAUNCHERS[0], tmp_path))

@@ -144,6 +144,9 @@ FIXED_LIMITS = (
     "stores.tcp_server.ServerLimits.keepalive_timeout_s",
     "checkpoint.save_handle.RESULT_TIMEOUT_S",
     "in_place.group_backend.CONNECT_TIMEOUT_S",
+    "launch.metadata_services.REQUEST_TIMEOUT_S",
+    "launch.metadata_services.AZURE_TIMEOUT_S",
+    "launch.metadata_services.FIND_TIMEOUT_S",
 )
 # Flags that are numbers without being times.
 OTHER_NUMBERS = {

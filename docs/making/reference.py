@@ -93,7 +93,7 @@ GROUPS = (
         "launch",
         "Launching jobs",
         "How to launch a job from Python, with torch's names.",
-        ("launch.launch_config", "launch.elastic_launch"),
+        ("launch.launch_config", "launch.elastic_launch", "launch.preemption_notice"),
     ),
     Group("agent", "Agents", "Parts of a launcher of your own.", ("agent",)),
     Group(

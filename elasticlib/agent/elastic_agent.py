@@ -34,7 +34,7 @@ from ..rendezvous.membership import Change, ChangeKind
 from ..signals import signal_name
 from ..threads import Latch, daemon_thread
 from ..workers.exits import WorkerExit
-from ..workers.interface import Workers
+from ..workers.interface import PREEMPTED, Workers
 from ..workers.spec import (
     WorkerGroup,
     WorkerSpec,
@@ -109,12 +109,26 @@ class SignalNotice:
     number: int
 
 
+@attrs.frozen
+class DrainRequest:
+    """This node shall leave the job, by the deadline if there is one."""
+
+    source: str
+    reason: str
+    deadline: float | None  # on the agent's clock
+
+
 # Messages that are valid for one rendezvous only. An exit is valid for one start of workers.
 AttemptMessage = (
     RendezvousInfo | Change | Exception | NodeCheckFailed | WorkerExitNotice | StacksDumped
 )
 InboxMessage = (
-    AttemptMessage | PrepareFinished | SignalNotice | PeerMessages | policy.ComponentFailed
+    AttemptMessage
+    | PrepareFinished
+    | SignalNotice
+    | DrainRequest
+    | PeerMessages
+    | policy.ComponentFailed
 )
 
 
@@ -219,6 +233,20 @@ class ElasticAgent:
             number: one of the signals that `options` name.
         """
         self._post(SignalNotice(number))
+
+    def request_drain(
+        self, source: str, *, reason: str = PREEMPTED, time_left_s: float | None = None
+    ) -> None:
+        """Make the workers save and this node leave the job, as on a drain signal. Thread-safe.
+
+        Args:
+            source: what requests it, for logs and events, such as "a preemption notice".
+            reason: what `should_stop()` returns to the workers: "preempted" or "drain".
+            time_left_s: seconds from now until this node must have left. If that is less than
+                workers usually have to save and exit, each of them gets a part of it.
+        """
+        deadline = None if time_left_s is None else self._clock() + time_left_s
+        self._post(DrainRequest(source, reason, deadline))
 
     def stalled_s(self) -> float:
         """Return the seconds since the last progress of the event loop; 0 after the run."""
@@ -387,6 +415,10 @@ class ElasticAgent:
                 return self._on_worker_exit(local_rank)
             case SignalNotice(number):
                 return self._on_signal(number)
+            case DrainRequest(source, reason, deadline):
+                if deadline is not None:
+                    self._execute(self._stopper.set_deadline(deadline))
+                return self._on_drain(0, source, reason)
             case PeerMessages(prefix, topic, messages) if prefix == self._peers.prefix:
                 self._execute(self._stopper.on_messages(topic, messages))
                 if topic == HANG_TOPIC and self._hang_detector is not None:
@@ -441,9 +473,12 @@ class ElasticAgent:
         reason = options.drain_reason(number)
         is_drain = number in options.drain_signals
         if is_drain or (number in options.notice_signals and self._can_notify(reason)):
-            self._reporter.on_drain(name, reason)
-            return policy.DrainRequested(number, name, reason)
+            return self._on_drain(number, name, reason)
         return policy.SignalReceived(number, name)
+
+    def _on_drain(self, number: int, name: str, reason: str) -> AgentEvent:
+        self._reporter.on_drain(name, reason)
+        return policy.DrainRequested(number, name, reason)
 
     def _can_notify(self, reason: str) -> bool:
         """Return True if the workers have a stop notice, or accept one now."""

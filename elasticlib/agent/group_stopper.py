@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping
 
+import attrs
+
 from ..clock import Clock
 from ..errors import require_not_none
 from ..rendezvous.interface import RendezvousInfo
@@ -18,6 +20,9 @@ from .stop_procedure import GROUP_BROKEN_TOPIC, STOP_TOPIC, StopProcedure, StopT
 log = logging.getLogger("elasticlib.agent")
 
 STOP_POLL_INTERVAL_S = 1e-3  # while a worker is in a step, and the stop call is unknown
+# With a deadline, this part of the time is for workers to save. The rest is for stopping workers
+# that do not exit, and for leaving the job.
+SAVE_FRACTION = 0.75
 LEAVE_POLL_INTERVAL_S = 1e-3  # workers report in shared memory only that they have left their group
 
 
@@ -33,6 +38,7 @@ class GroupStopper:
         self._clock = clock
         self._procedure: StopProcedure | None = None  # None while no stop is in progress
         self._is_notified = False  # the group has received a stop notice
+        self._deadline: float | None = None  # by when this node must have left the job
 
     @property
     def is_stopping(self) -> bool:
@@ -43,6 +49,24 @@ class GroupStopper:
     def is_notified(self) -> bool:
         """True if the workers of the group have received a stop notice."""
         return self._is_notified
+
+    def set_deadline(self, deadline: float) -> tuple[AgentCommand, ...]:
+        """Stop the workers by then, also those that are being stopped. It never moves back.
+
+        Args:
+            deadline: the time at which this node must have left the job.
+        """
+        self._deadline = min(deadline, self._deadline or deadline)
+        if self._procedure is None:
+            return ()
+        timeouts = self._limited_timeouts().with_notice(self._procedure.timeouts.notice_timeout)
+        procedure = attrs.evolve(self._procedure, timeouts=timeouts)
+        if procedure.notice is None:
+            self._procedure = procedure
+            return ()
+        notice = self._make_notice(procedure.notice.reason)
+        self._procedure, commands = procedure.shorten_notice(self._clock(), notice)
+        return commands
 
     def on_group_started(self) -> None:
         """Note that a new group starts: its workers have received no stop notice yet."""
@@ -70,7 +94,7 @@ class GroupStopper:
         reason = command.notice if isinstance(command, policy.StopWorkers) else ""
         notice = self._make_notice(reason)
         procedure = StopProcedure(
-            self._timeouts,
+            self._limited_timeouts(),
             node_rank=0 if info is None else info.rank,
             num_nodes=1 if info is None else info.world_size,
             is_peer_reachable=has_peers,
@@ -189,7 +213,29 @@ class GroupStopper:
         return require_not_none(self._procedure, "the stop")
 
     def _make_notice(self, reason: str) -> StopNotice | None:
-        return self._options.make_notice(reason) if reason else None
+        notice = self._options.make_notice(reason) if reason else None
+        if notice is None or self._deadline is None:
+            return notice
+        save_s = SAVE_FRACTION * self._time_left()
+        return attrs.evolve(notice, grace_s=min(notice.grace_s, save_s))
+
+    def _limited_timeouts(self) -> StopTimeouts:
+        """Return the timeouts of the signals, so that all stages end before the deadline."""
+        timeouts = self._timeouts
+        if self._deadline is None:
+            return timeouts
+        left_s = self._time_left()
+        rest_s = left_s - min(self._options.checkpoint_grace, SAVE_FRACTION * left_s)
+        return attrs.evolve(
+            timeouts,
+            shutdown_timeout=min(timeouts.shutdown_timeout, rest_s / 2),
+            kill_timeout=min(timeouts.kill_timeout, rest_s / 4),
+        )
+
+    def _time_left(self) -> float:
+        """Return the seconds until the deadline, at least 0. There must be a deadline."""
+        deadline = require_not_none(self._deadline, "the deadline")
+        return max(0.0, deadline - self._clock())
 
     def _stop_ranks(self, local_ranks: Collection[int], *, force: bool = False) -> None:
         if local_ranks:

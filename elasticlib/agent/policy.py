@@ -158,10 +158,10 @@ class SignalReceived(AgentEvent):
 
 @attrs.frozen
 class DrainRequested(AgentEvent):
-    """The agent received a signal on which the workers save and the node leaves the job."""
+    """The agent shall leave the job after its workers have saved: by a signal, or a request."""
 
-    number: int
-    name: str
+    number: int  # of the signal, or 0
+    name: str  # of the signal, or of what requests it
     notice_reason: str
 
 

@@ -43,6 +43,7 @@ from .launch_config import TCP_BACKENDS, LaunchConfig, check_seconds
 from .launcher_process import DEFERRED_SIGNALS, SignalBuffer
 from .node_check import make_node_check
 from .observability import ObservabilityServer, open_journal, persistent_log_dir, publish_status
+from .preemption import watch_for_preemption
 from .rendezvous_setup import RendezvousSetup, open_rendezvous
 from .run_id import with_run_id
 from .worker_setup import check_local_resources, create_local_workers, worker_spec
@@ -161,6 +162,12 @@ def run_node(
         server.start(agent, journal)
         signals.forward_to(agent.handle_signal)
         on_start(agent)
+        stack.enter_context(
+            watch_for_preemption(
+                config.preemption_notice,
+                lambda source, left_s: agent.request_drain(source, time_left_s=left_s),
+            )
+        )
         publish_last_status = stack.enter_context(publish_status(rendezvous, journal, agent))
         result = agent.run()
         publish_last_status()

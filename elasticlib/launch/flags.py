@@ -269,6 +269,13 @@ GROUPS: Mapping[str, Sequence[Flag]] = {
             DEFAULT_CHECKPOINT_GRACE_S,
             float,
         ),
+        _CommonExtension(
+            "--preemption-notice SOURCE",
+            "drain this node when its machine is about to be taken away. SOURCE: aws, gcp or azure "
+            "(their metadata services; auto: the one that answers), file:PATH (once it exists), or "
+            "package.module:function",
+            default_text="off",
+        ),
     ),
     "output": (
         _Common("--log-dir DIR", "keep the logs of each run in a directory of its own in DIR"),

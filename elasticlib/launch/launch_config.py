@@ -32,6 +32,7 @@ from .backends import (
 )
 from .endpoints import check_endpoints, check_local_addr, split_endpoints
 from .flags import BUILTIN_BACKENDS, DEFAULTS, ETCD_BACKENDS, SettingError
+from .preemption import check_source_name
 from .rendezvous_options import MAX_SECONDS, OPTION_NAMES, RendezvousOptions, read_options
 
 MAX_RUN_ID_BYTES = 256
@@ -228,6 +229,9 @@ class LaunchConfig:
     # Called with a copy of each `Event` of this node, in a thread of its own; an exception is
     # logged. A function, or the name of one, `package.module:function`.
     on_event: Callable[[Event], object] | str | None = attrs.field(default=None, kw_only=True)
+    # Source of preemption notices, on which this node drains: "auto", "aws", "aws:rebalance",
+    # "gcp", "azure", "azure:approve", "file:PATH" or "package.module:function".
+    preemption_notice: str | None = attrs.field(default=None, kw_only=True)
     # Settings that torchrun reads from variables without an option.
     torchrun: TorchrunOptions = attrs.field(factory=TorchrunOptions, kw_only=True)
     # A shell command that exits with 0 if this node is fit to run workers, or `builtin`.
@@ -263,6 +267,8 @@ class LaunchConfig:
             yield SettingError(
                 "{on_event} must be package.module:function, got {0!r}", self.on_event
             )
+        if self.preemption_notice is not None:
+            check_source_name(self.preemption_notice)
         if self.node_check is not None and not self.node_check.strip():
             yield SettingError(
                 "{node_check} must be a shell command or builtin, got {0!r}", self.node_check

@@ -121,7 +121,7 @@ INVALID = [
     ("--rdzv-conf a=1,a=2 SCRIPT", "each key once"),
     (
         "--rdzv-conf colour=red SCRIPT",
-        "unknown --rdzv-conf key 'colour'; valid keys: close_timeout",
+        "unknown --rdzv-conf key 'colour'; valid keys: bad_node_failures",
     ),
     ("--rdzv-conf join_timeout=soon SCRIPT", "number of seconds up to 1e+06, got 'soon'"),
     ("--rdzv-conf keep_alive_max_attempt=1 SCRIPT", "an integer of at least 2"),

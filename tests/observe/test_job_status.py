@@ -172,6 +172,14 @@ def test_node_without_a_rank_is_joining_before_a_generation_and_a_spare_during_o
     assert ranks_of(FORMED) == ["0", "1", "spare"]
 
 
+def test_the_status_names_each_excluded_host_and_the_reason() -> None:
+    excluded = ExcludedHost("h7", "its workers\nfailed")
+    document = attrs.evolve(FORMED, excluded_hosts=(excluded,))
+    status = compute_status(make_reading(document, S.RUNNING, S.RUNNING))
+    assert as_document(status)["excluded"] == [{"host": "h7", "reason": "its workers\nfailed"}]
+    assert "  excluded: h7, because its workers\\x0afailed" in headline(status)
+
+
 def test_json_document_has_exactly_the_documented_keys() -> None:
     status = compute_status(make_reading(FORMED, S.RUNNING, S.RUNNING, num_alive=3))
     document = json.loads(json.dumps(as_document(status)))

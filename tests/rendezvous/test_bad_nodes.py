@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import attrs
 import pytest
+from handler_cluster import HandlerCluster, next_change
 from hypothesis import given
 from hypothesis import strategies as st
-from test_handlers import Cluster, change
-from test_reconcile import A, B, C, D, node, settled, view, waiting
+from sample_memberships import A, B, C, D, create_generation, create_node, create_view, mark_stopped
 
 from elasticlib.errors import ConfigError, RendezvousClosedError
 from elasticlib.rendezvous.bad_nodes import (
@@ -121,14 +121,14 @@ def failed(
     *members: NodeRecord, history: str = "", settings: RendezvousSettings = SETTINGS
 ) -> Membership:
     """Return the membership after the first member failed, and the hosts in `history` before."""
-    document = settled(*members, settings=settings)
+    document = create_generation(*members, settings=settings)
     first = tuple(FirstFailure(number, host) for number, host in enumerate(history, 1))
     document = attrs.evolve(document, generation=len(history) + 1, first_failures=first)
     return end_generation(document, "a: exit code 1", NodeFailure(members[0].id, "exit code 1"))
 
 
 def decide(document: Membership, *live: NodeRecord) -> ReconcileResult:
-    return reconcile(view(document, *map(waiting, live), since_last_arrival_s=9.0))
+    return reconcile(create_view(document, *map(mark_stopped, live), since_last_arrival_s=9.0))
 
 
 def test_the_host_that_failed_first_in_three_of_five_generations_is_excluded() -> None:
@@ -144,9 +144,11 @@ def test_the_host_that_failed_first_in_three_of_five_generations_is_excluded() -
     assert [member.host for member in formed.members] == ["b", "c"]
     assert (formed.restarts, formed.reason) == (0, excluded.reason)
     # A node that starts on that host later is no candidate either.
-    late = node("a2")
+    late = create_node("a2")
     late = attrs.evolve(late, host="a")
-    assert reconcile(view(formed, B, C, late, since_last_arrival_s=9.0)).new_membership is None
+    assert (
+        reconcile(create_view(formed, B, C, late, since_last_arrival_s=9.0)).new_membership is None
+    )
 
 
 @pytest.mark.parametrize("history", ["", "a", "ab", "aabbc"])
@@ -211,7 +213,7 @@ def test_limits_that_contradict_each_other_are_rejected(limits: tuple[int, int])
 
 def test_a_node_that_is_not_part_of_the_run_is_not_excluded_from_the_next_one() -> None:
     document = attrs.evolve(
-        settled(B, C, settings=SETTINGS),
+        create_generation(B, C, settings=SETTINGS),
         incarnation="old",
         excluded_hosts=(ExcludedHost("a", REASON),),
     )
@@ -226,20 +228,20 @@ def test_a_node_that_is_not_part_of_the_run_is_not_excluded_from_the_next_one() 
 
 
 def test_handlers_on_an_excluded_host_get_the_reason(
-    cluster: Cluster,
+    cluster: HandlerCluster,
 ) -> None:
     limits = RendezvousSettings(1, 2, max_restarts=9, bad_node_failures=2, bad_node_window=2)
-    handlers = [cluster.node(name, limits) for name in ("a", "b")]
+    handlers = [cluster.handler(name, limits) for name in ("a", "b")]
     for _ in range(2):
         for future in [cluster.join(handler) for handler in handlers]:
             future.result(20)
         assert handlers[0].report_failure("exit code 1")
-        assert all(change(handler) for handler in handlers)
+        assert all(next_change(handler) for handler in handlers)
     joining = [cluster.join(handler) for handler in handlers]
     with pytest.raises(RendezvousClosedError, match="excluded: the job continues without this"):
         joining[0].result(20)
     assert joining[1].result(20).world_size == 1
-    assert change(handlers[0]).kind is ChangeKind.EXCLUDED
+    assert next_change(handlers[0]).kind is ChangeKind.EXCLUDED
     handlers[0].shutdown()
     with pytest.raises(RendezvousClosedError, match="2 of the last 2 generations"):
-        cluster.join(cluster.node("a", limits)).result(20)
+        cluster.join(cluster.handler("a", limits)).result(20)
