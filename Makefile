@@ -1,65 +1,65 @@
-# Each target sets itself up: the stamp below stands for a .venv that holds what the files name.
+# Each target sets up its environment. A stamp is newer than the files that define the environment.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# What the demo needs, torch and little else; and then all that development needs besides.
+# RUNTIME: the dependencies of elasticlib. STAMP: also the tools for development.
 RUNTIME := $(VENV)/runtime
 STAMP := $(VENV)/installed
-# The frameworks have an environment of their own, as their versions are not ours to choose.
+# The frameworks have an environment of their own, because they require other versions.
 VENV_INTEGRATIONS := .venv-integrations
 STAMP_INTEGRATIONS := $(VENV_INTEGRATIONS)/installed
 INTEGRATIONS := tests/integrations
-# So has the newest torch, which is what pip gives to whoever pins nothing.
+# The newest torch, which pip installs if no version is given, has its own environment as well.
 VENV_NEWEST := .venv-newest
 STAMP_NEWEST := $(VENV_NEWEST)/installed
 NEWEST := tests/newest
-# What can differ there: what is saved and dealt with torch's own, its names and flags, and
-# one job that loses workers. NEWEST_TESTS=tests runs all.
-NEWEST_TESTS ?= tests/checkpoint/test_accepted.py tests/checkpoint/test_restore_on_all_ranks.py \
+# The tests whose results depend on the version of torch. NEWEST_TESTS=tests runs all tests.
+NEWEST_TESTS ?= tests/checkpoint/test_supported_states.py tests/checkpoint/test_restore_on_all_ranks.py \
 	tests/checkpoint/test_single_file.py tests/checkpoint/test_sharded_checkpoints.py \
 	tests/data/test_batch_sampler.py tests/data/test_sampler.py tests/data/test_stateful_loader.py \
 	tests/examples/test_in_place.py \
 	tests/faults/test_recovery.py tests/logical/test_logical_workers.py \
 	tests/launch/test_migrate_from_torchrun_page.py tests/launch/test_torch_fields.py \
-	tests/launch/test_torchruns_flags.py tests/launch/test_torchruns_promises.py \
+	tests/launch/test_torchrun_flags.py tests/launch/test_torchrun_features.py \
 	tests/in_place tests/workers tests/test_migrate_from_torch_elastic.py
-# What a user has who installs elasticlib and nothing else: no NumPy, above all. And what tests need.
+# The run-time dependencies only, so without NumPy, and what the tests need.
 VENV_BARE := .venv-bare
 STAMP_BARE := $(VENV_BARE)/installed
 TESTERS := pytest pytest-timeout pytest-xdist hypothesis
-# There, a start of workers, a recovery, a checkpoint and a sampler differ; what is decided does not.
+# The tests whose results depend on optional packages.
 BARE := tests/faults/test_recovery.py tests/checkpoint/test_restore_on_all_ranks.py \
 	tests/checkpoint/test_manager.py tests/data/test_sampler.py
-# What the tests of a file share is started once, and the long files first.
+# One process runs all tests of a file, which share fixtures. Files that take long are first.
 BY_FILE := --dist loadfile --no-loadscope-reorder
-DAY := not (processes or long or release)
+FAST := not (processes or long or release)
 
 .PHONY: help demo picture test test-processes test-long test-bare test-integrations test-newest test-busy \
 	test-pythons resolve-pythons release-check lint types notebooks docs bench bench-integrations \
 	soak clean
 
 help:
-	@echo "make demo       a training job that survives: half a minute"
-	@echo "make picture    runs the jobs of the README's picture and of docs/guide/output.md, and draws them"
-	@echo "make test       what a person runs all day: three minutes on two cores"
-	@echo "make test-processes  real jobs: workers, agents and stores are killed, stopped and cut off"
-	@echo "make test-long  jobs between hosts (network namespaces), the demo, many drawn examples"
-	@echo "make test-bare  real processes where only run-time dependencies are: no NumPy"
-	@echo "make test-integrations  under real frameworks and schedulers, in an environment of their own"
-	@echo "make test-newest   what touches torch, on the newest one, in an environment of its own"
-	@echo "make test-busy  test and test-processes beside three processes that are always busy"
-	@echo "make release-check  soak, busy machines, 10,000 seeds and nodes, what is marked release: hours"
-	@echo "make test-pythons  sets up and runs the demo on each Python that is at hand"
-	@echo "make resolve-pythons  the same, but pip alone looks for what the other Pythons need"
+	@echo "make test       tests of one process or a few: three minutes on two cores"
 	@echo "make lint       ruff: rules and format"
 	@echo "make types      mypy --strict"
-	@echo "make notebooks  run the notebooks"
 	@echo "make docs       build the documentation into build/docs; warnings are errors"
-	@echo "make bench      measure everything beside torch: docs/benchmarks.md (twenty minutes)"
-	@echo "make test-gpu   what needs a GPU, on one; make bench-gpu measures there: build/bench-gpu.json"
-	@echo "make soak       a training job under drawn faults: FAULTS=20, SEED=0, CAMPAIGN=file"
-	@echo "make clean      remove .venv and all that was built or cached"
+	@echo "make demo       a training job that loses workers and nodes: half a minute"
+	@echo "make test-processes  real jobs: workers, agents and stores are killed and disconnected"
+	@echo "make test-long  jobs between hosts (network namespaces), the demo, more examples of properties"
+	@echo "make test-bare  real processes with the run-time dependencies only, without NumPy"
+	@echo "make test-integrations  frameworks and schedulers, in an environment of their own"
+	@echo "make test-newest   the tests that depend on torch, with the newest torch"
+	@echo "make test-gpu   the tests that need a GPU"
+	@echo "make test-busy  make test and make test-processes under load"
+	@echo "make test-pythons  set up and run the demo on each installed Python"
+	@echo "make resolve-pythons  the same, but for other Pythons only check what pip finds"
+	@echo "make release-check  the checks before a release: hours"
+	@echo "make notebooks  run the notebooks"
+	@echo "make picture    run the jobs that the README and docs/guide/output.md show, and draw them"
+	@echo "make bench      run the benchmarks, and write docs/benchmarks.md: twenty minutes"
+	@echo "make bench-integrations, make bench-gpu  benchmarks of frameworks, and on a GPU"
+	@echo "make soak       a training job under random faults: FAULTS=20, SEED=0, CAMPAIGN=file"
+	@echo "make clean      remove .venv and everything that was built or cached"
 
 $(RUNTIME): setup.cfg pyproject.toml constraints.txt
 	@echo "setting up $(VENV)"
@@ -82,14 +82,14 @@ picture: $(RUNTIME)
 	@$(BIN)/python docs/making/outputs.py
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest -q -n 4 $(BY_FILE) -m "$(DAY)"
+	@$(BIN)/python -m pytest -q -n 4 $(BY_FILE) -m "$(FAST)"
 
 test-processes: $(STAMP)
 	@$(BIN)/python -m pytest -q -n 4 $(BY_FILE) -m processes
 
 test-long: $(STAMP)
 	@$(BIN)/python -m pytest -q -n 4 $(BY_FILE) -m "long and not release"
-	@$(BIN)/python -m pytest -q -n 2 $(BY_FILE) -m "hypothesis and $(DAY)" --hypothesis-profile many
+	@$(BIN)/python -m pytest -q -n 2 $(BY_FILE) -m "hypothesis and $(FAST)" --hypothesis-profile many
 
 BUSY ?= 3
 
@@ -165,7 +165,7 @@ bench-integrations: $(STAMP_INTEGRATIONS)
 
 .PHONY: test-gpu bench-gpu
 
-# With GPU_TESTS_ON=cpu, what of it a CPU can show.
+# GPU_TESTS_ON=cpu runs the tests that a CPU can run, too.
 test-gpu: $(STAMP) $(STAMP_NEWEST)
 	@$(BIN)/python -m pytest -q tests/gpu
 	@$(VENV_NEWEST)/bin/python -m pytest -q tests/in_place/test_on_a_device.py
@@ -181,7 +181,7 @@ soak: $(STAMP)
 		$(if $(CAMPAIGN),--campaign $(CAMPAIGN)) --out build/soak
 
 clean:
-	@rm -rf docs/notebooks docs/reference/made
+	@rm -rf docs/notebooks
 	@rm -rf $(VENV) $(VENV_BARE) $(VENV_INTEGRATIONS) $(VENV_NEWEST) .venv-pythons
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
+from email.utils import parsedate_to_datetime
 
 Clock = Callable[[], float]
 
@@ -36,3 +37,18 @@ def format_utc(timestamp: float) -> str:
 def format_local_time(timestamp: float) -> str:
     """Return the same in this machine's time zone and torch's format: 2026-01-31_23:59:59."""
     return time.strftime("%Y-%m-%d_%H:%M:%S", time.localtime(timestamp))
+
+
+def parse_utc(text: str) -> float:
+    """Return the value of `wall` at a time in the format of ISO 8601 or of HTTP.
+
+    A time without a zone is in UTC.
+
+    Raises:
+        ValueError: the text has neither format.
+    """
+    try:
+        at = datetime.fromisoformat(text.strip().replace("Z", "+00:00"))
+    except ValueError:
+        at = parsedate_to_datetime(text)
+    return (at if at.tzinfo is not None else at.replace(tzinfo=timezone.utc)).timestamp()

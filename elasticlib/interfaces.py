@@ -35,12 +35,14 @@ _EXPORTS = {
     "workers.spec": ("Worker", "WorkerGroup", "WorkerSpec", "worker_environment"),
     "workers.exits": ("WorkerExit",),
     "launch.backends": ("BackendParameters",),
+    "launch.preemption_notice": ("PreemptionNotice",),
 }
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, _EXPORTS)
 
 if TYPE_CHECKING:
     from .launch.backends import BackendParameters as BackendParameters
+    from .launch.preemption_notice import PreemptionNotice as PreemptionNotice
     from .rendezvous.interface import RendezvousHandler as RendezvousHandler
     from .rendezvous.interface import RendezvousInfo as RendezvousInfo
     from .rendezvous.interface import RendezvousStoreInfo as RendezvousStoreInfo

@@ -97,8 +97,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 # run other programs, or start several interpreters that import torch.
 PROCESS_TESTS = (
     *("test_commit_faults.py", "test_etcd_faults.py", "test_etcd_store.py"),
-    *("test_accepted.py", "test_bitwise_reproducibility_page.py", "test_train_text.py"),
-    *("test_warm_and_cold.py", "test_writing_a_backend.py", "test_writing_an_agent.py"),
+    *("test_supported_states.py", "test_bitwise_reproducibility_page.py", "test_train_text.py"),
+    *("test_start_methods.py", "test_writing_a_backend.py", "test_writing_an_agent.py"),
 )
 # Files of `make test-long`, like each test with network namespaces. They check that a contract
 # suite detects faults.
@@ -108,7 +108,7 @@ LONG_TESTS = ("contract_finds_faults.py",)
 # files should be short.
 FIRST = (
     "test_training_under_faults.py",
-    "test_rows.py",
+    "test_recovery_of_jobs.py",
     "test_kills.py",
     "test_readme.py",
     "test_store_loss.py",
@@ -117,7 +117,7 @@ FIRST = (
     "test_elasticrun.py",
     "test_init_method.py",
     "test_processes.py",
-    "test_warm_and_cold.py",
+    "test_start_methods.py",
     "test_failover_store.py",
     "test_rendezvous_contract.py",
     "test_store_contract.py",

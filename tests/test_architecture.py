@@ -58,6 +58,7 @@ PURE = (
     "logical/tree_sum.py",
     "observe/event.py",
     "rendezvous/reconcile.py",
+    "rendezvous/bad_nodes.py",
     "rendezvous/membership.py",
     "rendezvous/rank_assignment.py",
     "stores/key_space.py",

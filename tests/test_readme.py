@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import time
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
-from elasticlib import CheckpointManager
+import elasticlib
+from elasticlib import CheckpointManager, StopRequest
 from elasticlib.launch import cli
 
 ROOT = Path(__file__).parent.parent
@@ -69,6 +76,87 @@ def test_a_command_of_the_readme_trains_the_script_of_the_readme(folder: Path, l
     world = int(re.findall(r"--nproc-per-node (\d)", line)[0])
     assert steps == [256 // 8 // world * epoch for epoch in (1, 2, 3)]
     assert (state["sampler"]["epoch"], state["sampler"]["consumed"]) == (2, 256)
+
+
+@pytest.mark.long
+def test_script_of_the_readme_runs_under_torchrun(folder: Path) -> None:
+    run(folder, "torchrun", "--standalone", "--nproc-per-node", "2", "train.py")
+    with CheckpointManager(folder / "checkpoints") as manager:
+        assert manager.steps() == [16, 32, 48]
+
+
+class StopAt:
+    """A context whose `should_stop` returns a request from the given call on."""
+
+    def __init__(self, call: int) -> None:
+        self._call = call
+        self._num_calls = 0
+
+    def should_stop(self) -> StopRequest | None:
+        self._num_calls += 1
+        return (
+            StopRequest("drain", time.monotonic() + 30) if self._num_calls >= self._call else None
+        )
+
+
+@pytest.fixture
+def one_rank(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make this process the only rank of a job, in the directory with the script."""
+    monkeypatch.chdir(folder)
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+NUM_STEPS_OF_EPOCH = 256 // 8  # with one rank
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("step", [5, NUM_STEPS_OF_EPOCH, NUM_STEPS_OF_EPOCH + 1])
+def test_script_of_the_readme_stops_after_any_step_and_later_does_the_remaining_steps(
+    step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        context = StopAt(step)
+        patch.setattr(elasticlib, "context", lambda: context, raising=False)
+        exec(PYTHON[0], {})
+    epoch, consumed = divmod((step - 1) * 8, 256)
+    with CheckpointManager("checkpoints") as manager:
+        assert manager.steps()[-1] == step
+        sampler = manager.load()["sampler"]
+        assert (sampler["epoch"], sampler["consumed"]) == (epoch, consumed + 8)
+    exec(PYTHON[0], {})
+    with CheckpointManager("checkpoints") as manager:
+        assert manager.steps()[-1] == 3 * NUM_STEPS_OF_EPOCH
+        sampler = manager.load()["sampler"]
+        assert (sampler["epoch"], sampler["consumed"]) == (2, 256)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_script_of_the_readme_releases_its_model_before_the_process_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    models: list[weakref.ref[Any]] = []
+    is_released: list[bool] = []
+    create, destroy = DistributedDataParallel.__init__, dist.destroy_process_group
+
+    def record_model(model: DistributedDataParallel, *args: Any, **options: Any) -> None:
+        create(model, *args, **options)
+        models.append(weakref.ref(model))
+
+    def record_release(group: Any = None) -> None:
+        is_released.append(all(model() is None for model in models))
+        destroy(group)
+
+    monkeypatch.setattr(DistributedDataParallel, "__init__", record_model)
+    monkeypatch.setattr(dist, "destroy_process_group", record_release)
+    gc.disable()  # only the end of the function may release the model
+    try:
+        exec(PYTHON[0], {})
+    finally:
+        gc.enable()
+    assert len(models) == 1
+    assert is_released[-1]
 
 
 @pytest.mark.long

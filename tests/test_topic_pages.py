@@ -30,6 +30,7 @@ from elasticlib.launch.rendezvous_options import RendezvousOptions
 ROOT = DOCS.parent
 PAGES = [
     *("comparison.md", "concepts.md", "gpu.md", "installation.md", "security.md", "timeouts.md"),
+    "versioning.md",
 ]
 COMMAND_LINES = [
     (page, line)
@@ -45,11 +46,6 @@ def setup_cfg() -> configparser.ConfigParser:
     parser = configparser.ConfigParser()
     parser.read(ROOT / "setup.cfg")
     return parser
-
-
-def requirement_names(text: str) -> set[str]:
-    """Return the names in a list of requirements, without their versions."""
-    return {re.split(r"[\[>=<]", line)[0] for line in text.split()}
 
 
 def table_rows(page: str, heading: str) -> list[list[str]]:
@@ -110,8 +106,13 @@ def test_table_of_extras_is_that_of_setup_cfg() -> None:
     extras = setup_cfg()["options.extras_require"]
     rows = {row[0].strip("`"): row[2] for row in table_rows("installation.md", "Extras")}
     assert set(rows) == set(extras)
-    for name in ("fsspec", "lightning", "transformers", "ray", "images", "testing", "docs"):
-        assert set(rows[name].split(", ")) == requirement_names(extras[name])
+    for name, text in rows.items():
+        nested, _, packages = text.rpartition("; ")
+        required = extras[name].split()
+        included = [re.findall(r"[\w-]+", line)[1:] for line in required if "[" in line]
+        assert re.findall(r"`(\w+)`", nested) == [extra for names in included for extra in names]
+        versions = {line.replace(">=", " ") for line in required if "[" not in line}
+        assert set(packages.split(", ")) == versions, name
 
 
 def test_requirements_of_page_are_those_of_setup_cfg() -> None:
@@ -143,6 +144,9 @@ FIXED_LIMITS = (
     "stores.tcp_server.ServerLimits.keepalive_timeout_s",
     "checkpoint.save_handle.RESULT_TIMEOUT_S",
     "in_place.group_backend.CONNECT_TIMEOUT_S",
+    "launch.metadata_services.REQUEST_TIMEOUT_S",
+    "launch.metadata_services.AZURE_TIMEOUT_S",
+    "launch.metadata_services.FIND_TIMEOUT_S",
 )
 # Flags that are numbers without being times.
 OTHER_NUMBERS = {
@@ -225,6 +229,40 @@ def test_page_of_timeouts_has_torchs_timeouts_of_process_groups() -> None:
     assert f"{gloo:g} seconds for gloo" in text
     if constants.default_pg_nccl_timeout is not None:  # torch was built with NCCL
         assert f"{constants.default_pg_nccl_timeout.total_seconds():g} seconds for NCCL" in text
+
+
+# Versions
+
+# The number of each format, in the order of the table "Data formats".
+FORMAT_VERSIONS = (
+    "stores.tcp_protocol.PROTOCOL",
+    "rendezvous.store_layout.FORMAT",
+    "stores.file_store._MAGIC",
+    "workers.worker_channel.LAYOUT_VERSION",
+    "checkpoint.catalog.MANIFEST_FORMAT",
+    "checkpoint.safetensors_header.FORMAT",
+    "checkpoint.commit.FENCE_FORMAT",
+    "data.position.STATE_FORMAT",
+    "logical.logical_workers.STATE_FORMAT",
+    "observe.event.VERSION",
+    "observe.job_status.VERSION",
+    "observe.node_status.VERSION",
+)
+
+
+def format_version(path: str) -> int:
+    """Return the number of a format from the constant that the code compares."""
+    module, _, name = path.rpartition(".")
+    value = getattr(importlib.import_module(f"elasticlib.{module}"), name)
+    if name == "_MAGIC":  # of a FileStore: text that ends with the number
+        return int(value.rpartition(" ")[2])
+    # The layout of a worker's page is a number of 8 bytes, whose second half is the version.
+    return int(value) & 0xFFFFFFFF
+
+
+def test_table_of_data_formats_has_the_versions_of_the_code() -> None:
+    rows = table_rows("versioning.md", "Data formats")
+    assert [int(row[1]) for row in rows] == [format_version(path) for path in FORMAT_VERSIONS]
 
 
 # Comparison

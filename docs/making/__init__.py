@@ -1,4 +1,4 @@
-"""What stands in the pages because the code says so: pictures, tables, the reference.
+"""Programs that make parts of the documentation: pictures, tables, outputs and the reference.
 
-Nothing here is imported by elasticlib; `docs/conf.py`, `make docs` and the tests use it.
+`make docs`, `make picture` and the tests use them. elasticlib does not import them.
 """

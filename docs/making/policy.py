@@ -1,4 +1,4 @@
-"""The agent's policy as rows: each state, all that may happen in it, and what is done then."""
+"""Table of the agent's policy: the reaction to each event in each state."""
 
 from __future__ import annotations
 
@@ -27,109 +27,118 @@ from elasticlib.rendezvous.membership import Change, ChangeKind
 from elasticlib.workers.exits import WorkerExit
 from elasticlib.workers.spec import WorkerState
 
-BOTH = frozenset({0, 1})
-GOOD, BAD = (WorkerExit(0, 0, 1, returncode) for returncode in (0, 1))
-BEFORE = RunOutcome(WorkerState.FAILED, "decided before")
+LOCAL_RANKS = frozenset({0, 1})
+SUCCESS, FAILURE = (WorkerExit(0, 0, 1, returncode) for returncode in (0, 1))
+EARLIER_OUTCOME = RunOutcome(WorkerState.FAILED, "an earlier event")
 
 Case = tuple[str, AgentEvent, frozenset[int]]
 Row = tuple[str, str, str, str]
 
+# The cases that a transition may distinguish, for each event: a label, the event, and the local
+# ranks that run when it happens.
 CASES: dict[type, tuple[Case, ...]] = {
-    GenerationFormed: (("", GenerationFormed(BOTH), frozenset()),),
-    PeersStillTraining: (("", PeersStillTraining(BOTH), frozenset()),),
-    RendezvousEnded: (("", RendezvousEnded(BEFORE), frozenset()),),
+    GenerationFormed: (("", GenerationFormed(LOCAL_RANKS), frozenset()),),
+    PeersStillTraining: (("", PeersStillTraining(LOCAL_RANKS), frozenset()),),
+    RendezvousEnded: (("", RendezvousEnded(EARLIER_OUTCOME), frozenset()),),
     WorkerStartFailed: (
-        ("none can be kept", WorkerStartFailed("why"), BOTH),
-        ("all can be kept", WorkerStartFailed("why", can_regroup=True), BOTH),
+        ("no worker can regroup", WorkerStartFailed("reason"), LOCAL_RANKS),
+        ("workers can regroup", WorkerStartFailed("reason", can_regroup=True), LOCAL_RANKS),
     ),
     HangDetected: (
-        ("none can be kept", HangDetected("why"), BOTH),
-        ("all can be kept", HangDetected("why", can_regroup=True), BOTH),
+        ("no worker can regroup", HangDetected("reason"), LOCAL_RANKS),
+        ("workers can regroup", HangDetected("reason", can_regroup=True), LOCAL_RANKS),
     ),
     WorkerExited: (
-        ("well, others still run", WorkerExited(GOOD), BOTH),
-        ("well, the last one", WorkerExited(GOOD), frozenset({0})),
-        ("badly", WorkerExited(BAD), BOTH),
-        ("badly, the others can be kept", WorkerExited(BAD, can_regroup=True), BOTH),
+        ("success, others still run", WorkerExited(SUCCESS), LOCAL_RANKS),
+        ("success, the last worker", WorkerExited(SUCCESS), frozenset({0})),
+        ("failure", WorkerExited(FAILURE), LOCAL_RANKS),
+        ("failure, the others can regroup", WorkerExited(FAILURE, can_regroup=True), LOCAL_RANKS),
         (
-            "badly, when all are to save",
-            WorkerExited(BAD, exited_before_saving=True, stop_call_undecided=True),
-            BOTH,
+            "failure before it has saved",
+            WorkerExited(FAILURE, exited_before_saving=True, stop_call_undecided=True),
+            LOCAL_RANKS,
         ),
     ),
     WorkersStopped: (
-        ("none is left", WorkersStopped(), frozenset()),
-        ("some would not die", WorkersStopped("pid 1"), frozenset()),
+        ("all have exited", WorkersStopped(), frozenset()),
+        ("some survived SIGKILL", WorkersStopped("pid 1"), frozenset()),
     ),
     MembershipChanged: (
-        *((kind.value, MembershipChanged(Change(kind, "why")), BOTH) for kind in ChangeKind),
+        *(
+            (kind.value, MembershipChanged(Change(kind, "reason")), LOCAL_RANKS)
+            for kind in ChangeKind
+        ),
         (
-            "reopened, all can be kept",
-            MembershipChanged(Change(ChangeKind.GENERATION_ENDED, "why"), True),
-            BOTH,
+            "generation_ended and workers can regroup",
+            MembershipChanged(Change(ChangeKind.GENERATION_ENDED, "reason"), True),
+            LOCAL_RANKS,
         ),
     ),
-    SignalReceived: (("", SignalReceived(15, "SIGTERM"), BOTH),),
-    ComponentFailed: (("", ComponentFailed("why"), BOTH),),
+    SignalReceived: (("", SignalReceived(15, "SIGTERM"), LOCAL_RANKS),),
+    ComponentFailed: (("", ComponentFailed("reason"), LOCAL_RANKS),),
     DrainRequested: (
-        ("of this node", DrainRequested(12, "SIGUSR2", "drain"), BOTH),
-        ("of all nodes", DrainRequested(0, "a request", "drain", ends_job=True), BOTH),
+        ("of this node", DrainRequested(12, "SIGUSR2", "drain"), LOCAL_RANKS),
+        ("of all nodes", DrainRequested(0, "a request", "drain", ends_job=True), LOCAL_RANKS),
     ),
 }
-"""Of each event, all that a transition may tell apart: label, event, whose end is awaited."""
 
-EVENTS = {event for _, event in TRANSITIONS}
-"""What the policy answers anywhere; each has its cases above."""
+EVENTS = {event for _, event in TRANSITIONS}  # the events that the policy handles in some state
 
 
 def rows() -> list[Row]:
-    """State, event, next state and commands; cases of an event with one answer stand together."""
-    found = []
+    """Return state, event, next state and commands. Cases with the same result share a row."""
+    table_rows = []
     for state, event in TRANSITIONS:
-        answers = [found for case in CASES[event] for found in _answers(state, *case)]
-        answers.sort(key=lambda answer: str(answer[1]))
-        for (after, doing), same in groupby(answers, key=lambda answer: answer[1]):
-            labels = [label for label, _ in same if label]
-            every = len(labels) in (0, len(answers))
-            what = event.__name__ if every else f"{event.__name__}: {'; '.join(labels)}"
-            found.append((state.value, what, after, doing))
-    return found
+        results = [result for case in CASES[event] for result in _results(state, *case)]
+        results.sort(key=lambda result: str(result[1]))
+        for (next_state, commands), group in groupby(results, key=lambda result: result[1]):
+            labels = [label for label, _ in group if label]
+            has_all_cases = len(labels) in (0, len(results))
+            name = event.__name__
+            text = name if has_all_cases else f"{name}: {'; '.join(labels)}"
+            table_rows.append((state.value, text, next_state, commands))
+    return table_rows
 
 
-def _answers(
-    state: AgentState, label: str, event: AgentEvent, awaited: frozenset[int]
+def _results(
+    state: AgentState, label: str, event: AgentEvent, running: frozenset[int]
 ) -> list[tuple[str, tuple[str, str]]]:
-    """The case's label and answer; two of them where workers that wait for a place matter."""
-    without, beside = (_answer(state, event, awaited, spare) for spare in (frozenset(), BOTH))
-    if without == beside:
+    """Return the result of a case with its label; two results if standby workers matter."""
+    without, with_standby = (
+        _result(state, event, running, standby) for standby in (frozenset(), LOCAL_RANKS)
+    )
+    if without == with_standby:
         return [(label, without)]
-    some = f"{label}, " if label else ""
-    return [(f"{some}no worker waits", without), (f"{some}workers wait for a place", beside)]
+    prefix = f"{label}, " if label else ""
+    return [
+        (f"{prefix}no standby workers", without),
+        (f"{prefix}standby workers", with_standby),
+    ]
 
 
-def _answer(
-    state: AgentState, event: AgentEvent, awaited: frozenset[int], spare: frozenset[int]
+def _result(
+    state: AgentState, event: AgentEvent, running: frozenset[int], standby: frozenset[int]
 ) -> tuple[str, str]:
-    outcome = BEFORE if state is AgentState.ENDING else None
-    after, actions = transition(SupervisorState(state, awaited, outcome, spare), event)
-    told = after.state.value
-    if after.outcome is not None and after.outcome is not BEFORE:
-        told += f" ({after.outcome.state.value})"
-    return told, ", ".join(type(action).__name__ for action in actions) or "-"
+    outcome = EARLIER_OUTCOME if state is AgentState.ENDING else None
+    after, commands = transition(SupervisorState(state, running, outcome, standby), event)
+    next_state = after.state.value
+    if after.outcome is not None and after.outcome is not EARLIER_OUTCOME:
+        next_state += f" ({after.outcome.state.value})"
+    return next_state, ", ".join(type(command).__name__ for command in commands) or "-"
 
 
 def table() -> str:
-    """The rows as Markdown."""
-    lines = ["| while | this happens | then | and does |", "|---|---|---|---|"]
+    """Return the rows as a Markdown table."""
+    lines = ["| state | event | next state | commands |", "|---|---|---|---|"]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows())])
 
 
 def arrows() -> dict[tuple[str, str], list[str]]:
-    """The pairs of states that one event or another leads along, and which ones these are."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for state, what, after, _ in rows():
-        then = after.split(" ")[0]
-        event = what.split(":")[0]
-        if then != state and event not in found.setdefault((state, then), []):
-            found[state, then].append(event)
-    return found
+    """Return the names of the events that lead from one state to another, by pair of states."""
+    events: dict[tuple[str, str], list[str]] = {}
+    for state, text, result, _ in rows():
+        next_state = result.split(" ")[0]
+        event = text.split(":")[0]
+        if next_state != state and event not in events.setdefault((state, next_state), []):
+            events[state, next_state].append(event)
+    return events

@@ -1,6 +1,7 @@
-"""What docs/design.md shows of the agent's policy: its table, and the picture of its states.
+"""Update the generated parts of the documentation that are in the repository.
 
-`python docs/making/redraw.py` (or `make docs`) writes both anew; a test compares them.
+`python docs/making/redraw.py` (or `make docs`) writes the table and the picture of the agent's
+policy, and the pages of the reference. Tests compare all of them with the code.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ if __name__ == "__main__":
 
 from elasticlib.agent.policy import AgentState  # noqa: E402
 from making.policy import arrows, table  # noqa: E402
+from making.reference import GENERATED, pages  # noqa: E402
 from making.states import Arrow, Point, picture  # noqa: E402
 
-PAGE = DOCS / "design.md"
+PAGE = DOCS / "design" / "agent.md"
 PICTURE = DOCS / "drawn" / "agent_states.svg"
 
-PLACES = {
+# The center of the box of each state.
+POSITIONS = {
     AgentState.JOINING.value: (130.0, 250.0),
     AgentState.RUNNING.value: (470.0, 250.0),
     AgentState.FINISHED.value: (660.0, 70.0),
@@ -28,6 +31,7 @@ PLACES = {
     AgentState.ENDING.value: (660.0, 450.0),
     AgentState.ENDED.value: (860.0, 250.0),
 }
+# The bends of an arrow and the start of its text. An arrow that is not listed is straight.
 ROUTES: Mapping[Arrow, tuple[Sequence[Point], Point]] = {
     ("joining", "running"): ((), (350, 244)),
     ("joining", "ended"): ([(130, 590), (885, 590)], (495, 606)),
@@ -44,35 +48,48 @@ ROUTES: Mapping[Arrow, tuple[Sequence[Point], Point]] = {
     ("finished", "joining"): ([(130, 70)], (380, 64)),
     ("ending", "ended"): ((), (765, 352)),
 }
-"""Where arrows bend, and where their words begin; an arrow that is not here is drawn straight."""
 
 
 def states() -> str:
-    """The picture."""
-    ends = {AgentState.JOINING.value: (30.0, 250.0), AgentState.ENDED.value: (960.0, 250.0)}
+    """Return the picture of the states."""
+    dots = {AgentState.JOINING.value: (30.0, 250.0), AgentState.ENDED.value: (960.0, 250.0)}
     return picture(
-        "The states of an agent, and what leads from one to another",
+        "The states of an agent, and the events that lead from one to another",
         (990, 665),
-        places=PLACES,
+        positions=POSITIONS,
         arrows=arrows(),
         routes=ROUTES,
-        ends=ends,
+        dots=dots,
     )
 
 
 def with_table(page: str) -> str:
-    """The page with its table as it should be.
+    """Return the page with the current table.
 
     Raises:
-        LookupError: there is no place for it.
+        LookupError: the page has no markers around the table.
     """
-    before, begin, rest = page.partition("<!-- table: drawn from the code -->\n")
+    before, start, rest = page.partition("<!-- table: drawn from the code -->\n")
     _, end, after = rest.partition("<!-- end -->")
-    if not begin or not end:
-        raise LookupError(f"{PAGE.name} has no place for the table")
-    return f"{before}{begin}{table()}\n{end}{after}"
+    if not start or not end:
+        raise LookupError(f"{PAGE.name} has no markers for the table")
+    return f"{before}{start}{table()}\n{end}{after}"
+
+
+def update_reference() -> None:
+    """Write the pages of the reference, and delete pages that are not generated any more."""
+    GENERATED.mkdir(exist_ok=True)
+    texts = pages()
+    for path in GENERATED.iterdir():
+        if path.name not in texts:
+            path.unlink()
+    for name, text in texts.items():
+        path = GENERATED / name
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
 
 
 if __name__ == "__main__":
     PAGE.write_text(with_table(PAGE.read_text()))
     PICTURE.write_text(states())
+    update_reference()

@@ -1,7 +1,7 @@
-"""A picture of states and the arrows between them, as an SVG that stands by itself.
+"""Picture of states and the arrows between them, as an SVG without external files.
 
-It brings its own ground, light or dark as its reader's system is, so that it can be read on a page
-of either kind. Where boxes and arrows lie is said by whoever draws; what they are is not.
+The picture has a background of its own, light or dark as the reader's system is, so that it can be
+read on any page. The caller chooses the positions of boxes and arrows.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from math import hypot
 Point = tuple[float, float]
 Arrow = tuple[str, str]
 
-WIDE, HIGH, LINE = 118.0, 42.0, 15.0
-ROUND = 12.0
+BOX_WIDTH, BOX_HEIGHT, LINE_HEIGHT = 118.0, 42.0, 15.0
+CORNER_RADIUS = 12.0
 STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #1f2328; text-anchor: middle; }
 .state { font-weight: 600; font-size: 14px; }
-.said { font-size: 12px; paint-order: stroke; stroke: #ffffff; stroke-width: 5px; }
+.label { font-size: 12px; paint-order: stroke; stroke: #ffffff; stroke-width: 5px; }
 .ground { fill: #ffffff; }
 .box { fill: #e8f0fb; stroke: #3b5b8c; stroke-width: 1.5; }
 .arrow { fill: none; stroke: #6b7684; stroke-width: 1.4; }
 .head, .dot { fill: #6b7684; }
 @media (prefers-color-scheme: dark) {
   text { fill: #e6e9ee; }
-  .said { stroke: #171b21; }
+  .label { stroke: #171b21; }
   .ground { fill: #171b21; }
   .box { fill: #22324a; stroke: #86a9dd; }
   .arrow { stroke: #9aa5b3; }
@@ -38,22 +38,27 @@ def picture(
     title: str,
     size: Point,
     *,
-    places: Mapping[str, Point],
+    positions: Mapping[str, Point],
     arrows: Mapping[Arrow, Sequence[str]],
     routes: Mapping[Arrow, tuple[Sequence[Point], Point]],
-    ends: Mapping[str, Point],
+    dots: Mapping[str, Point],
 ) -> str:
-    """The SVG's text.
+    """Return the text of the SVG.
 
-    places: the middle of each state's box. arrows: what leads from one to the other. routes: where
-    an arrow bends, and where its words begin; without one it is straight. ends: of states that
-    begin or end it all, the dot's place.
+    Args:
+        title: The title of the picture.
+        size: Its width and height.
+        positions: The center of the box of each state.
+        arrows: The labels of each arrow, one per line.
+        routes: The bends of an arrow and the start of its labels. An arrow without a route is
+            straight.
+        dots: The dot of each first or last state.
 
     Raises:
-        LookupError: a route for an arrow that there is not, or an arrow to a state without a place.
+        LookupError: A route belongs to no arrow, or an arrow leads to a state without a position.
     """
-    if strays := routes.keys() - arrows.keys():
-        raise LookupError(f"routes of arrows that there are not: {sorted(strays)}")
+    if unknown := routes.keys() - arrows.keys():
+        raise LookupError(f"these routes belong to no arrow: {sorted(unknown)}")
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size[0]:g} {size[1]:g}" '
         f'width="{size[0]:g}" height="{size[1]:g}" role="img">',
@@ -61,71 +66,76 @@ def picture(
         f"<style>{STYLE}</style>",
         f'<rect class="ground" width="{size[0]:g}" height="{size[1]:g}" rx="8"/>',
     ]
-    said = []
-    for (before, after), words in arrows.items():
-        middle = [(places[name][0], places[name][1]) for name in (before, after)]
-        straight = ((middle[0][0] + middle[1][0]) / 2, (middle[0][1] + middle[1][1]) / 2)
-        bends, label = routes.get((before, after), ((), straight))
-        lines += _arrow(_clipped(middle[0], bends, middle[1]))
-        said += _words(label, words)
-    for name, (x, y) in ends.items():
-        into = (x, y) > places[name]
-        box = _edge(places[name], (x, y))
-        lines += _arrow([box, (x - 11, y)] if into else [(x, y), box])
+    labels = []
+    for (source, target), texts in arrows.items():
+        (x1, y1), (x2, y2) = positions[source], positions[target]
+        bends, label_start = routes.get((source, target), ((), ((x1 + x2) / 2, (y1 + y2) / 2)))
+        lines += _arrow(_clip((x1, y1), bends, (x2, y2)))
+        labels += _labels(label_start, texts)
+    for name, (x, y) in dots.items():
+        is_last = (x, y) > positions[name]
+        edge = _box_edge(positions[name], (x, y))
+        lines += _arrow([edge, (x - 11, y)] if is_last else [(x, y), edge])
         lines.append(f'<circle class="dot" cx="{x:g}" cy="{y:g}" r="7"/>')
-        if into:
+        if is_last:
             lines.append(f'<circle class="arrow" cx="{x:g}" cy="{y:g}" r="10"/>')
-    for name, (x, y) in places.items():
-        corner = f'x="{x - WIDE / 2:g}" y="{y - HIGH / 2:g}"'
-        lines.append(f'<rect class="box" {corner} width="{WIDE:g}" height="{HIGH:g}" rx="8"/>')
+    for name, (x, y) in positions.items():
+        corner = f'x="{x - BOX_WIDTH / 2:g}" y="{y - BOX_HEIGHT / 2:g}"'
+        size_text = f'width="{BOX_WIDTH:g}" height="{BOX_HEIGHT:g}"'
+        lines.append(f'<rect class="box" {corner} {size_text} rx="8"/>')
         lines.append(f'<text class="state" x="{x:g}" y="{y + 5:g}">{escape(name)}</text>')
-    return "\n".join([*lines, *said, "</svg>", ""])
+    return "\n".join([*lines, *labels, "</svg>", ""])
 
 
-def _clipped(before: Point, bends: Sequence[Point], after: Point) -> list[Point]:
-    """The whole way from one box's edge to the other's."""
-    way = [before, *bends, after]
-    return [_edge(before, way[1]), *bends, _edge(after, way[-2])]
+def _clip(source: Point, bends: Sequence[Point], target: Point) -> list[Point]:
+    """Return the path from the edge of one box to the edge of the other."""
+    path = [source, *bends, target]
+    return [_box_edge(source, path[1]), *bends, _box_edge(target, path[-2])]
 
 
-def _edge(middle: Point, towards: Point) -> Point:
-    """Where a line to there leaves a box: upright if it is right above or below it."""
-    dx, dy = towards[0] - middle[0], towards[1] - middle[1]
-    if 0 < abs(dx) < WIDE / 2:
-        return (towards[0], middle[1] + (HIGH / 2 if dy > 0 else -HIGH / 2))
-    share = min(
-        WIDE / 2 / abs(dx) if dx else float("inf"), HIGH / 2 / abs(dy) if dy else float("inf")
+def _box_edge(center: Point, other: Point) -> Point:
+    """Return the point at which a line to `other` leaves a box.
+
+    The line is vertical if the other point is directly above or below the box.
+    """
+    dx, dy = other[0] - center[0], other[1] - center[1]
+    if 0 < abs(dx) < BOX_WIDTH / 2:
+        return (other[0], center[1] + (BOX_HEIGHT / 2 if dy > 0 else -BOX_HEIGHT / 2))
+    fraction = min(
+        BOX_WIDTH / 2 / abs(dx) if dx else float("inf"),
+        BOX_HEIGHT / 2 / abs(dy) if dy else float("inf"),
     )
-    return (middle[0] + dx * share, middle[1] + dy * share)
+    return (center[0] + dx * fraction, center[1] + dy * fraction)
 
 
-def _arrow(way: Sequence[Point]) -> list[str]:
-    """A line with round corners, and its head."""
-    drawn = [f"M{way[0][0]:.1f} {way[0][1]:.1f}"]
-    for before, corner, after in zip(way, way[1:], way[2:], strict=False):
-        start, end = _towards(corner, before, ROUND), _towards(corner, after, ROUND)
-        drawn.append(f"L{start[0]:.1f} {start[1]:.1f}")
-        drawn.append(f"Q{corner[0]:.1f} {corner[1]:.1f} {end[0]:.1f} {end[1]:.1f}")
-    tip, back = way[-1], _towards(way[-1], way[-2], 9.0)
-    drawn.append(f"L{back[0]:.1f} {back[1]:.1f}")
-    aside = ((tip[1] - back[1]) * 0.45, (back[0] - tip[0]) * 0.45)
-    sides = [(back[0] + sign * aside[0], back[1] + sign * aside[1]) for sign in (1, -1)]
-    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (tip, *sides))
+def _arrow(path: Sequence[Point]) -> list[str]:
+    """Return a line with round corners, and its head."""
+    commands = [f"M{path[0][0]:.1f} {path[0][1]:.1f}"]
+    for before, corner, after in zip(path, path[1:], path[2:], strict=False):
+        start, end = _move(corner, before, CORNER_RADIUS), _move(corner, after, CORNER_RADIUS)
+        commands.append(f"L{start[0]:.1f} {start[1]:.1f}")
+        commands.append(f"Q{corner[0]:.1f} {corner[1]:.1f} {end[0]:.1f} {end[1]:.1f}")
+    tip, base = path[-1], _move(path[-1], path[-2], 9.0)
+    commands.append(f"L{base[0]:.1f} {base[1]:.1f}")
+    normal = ((tip[1] - base[1]) * 0.45, (base[0] - tip[0]) * 0.45)
+    corners = [(base[0] + sign * normal[0], base[1] + sign * normal[1]) for sign in (1, -1)]
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (tip, *corners))
     return [
-        f'<path class="arrow" d="{" ".join(drawn)}"/>',
+        f'<path class="arrow" d="{" ".join(commands)}"/>',
         f'<polygon class="head" points="{points}"/>',
     ]
 
 
-def _towards(point: Point, other: Point, length: float) -> Point:
+def _move(point: Point, other: Point, length: float) -> Point:
+    """Return the point that is `length` away from `point` in the direction of `other`."""
     dx, dy = other[0] - point[0], other[1] - point[1]
-    far = hypot(dx, dy) or 1.0
-    return (point[0] + dx / far * length, point[1] + dy / far * length)
+    distance = hypot(dx, dy) or 1.0
+    return (point[0] + dx / distance * length, point[1] + dy / distance * length)
 
 
-def _words(label: Point, words: Sequence[str]) -> list[str]:
-    x, y = label
+def _labels(start: Point, texts: Sequence[str]) -> list[str]:
+    x, y = start
     return [
-        f'<text class="said" x="{x:g}" y="{y + LINE * at:g}">{escape(word)}</text>'
-        for at, word in enumerate(words)
+        f'<text class="label" x="{x:g}" y="{y + LINE_HEIGHT * line:g}">{escape(text)}</text>'
+        for line, text in enumerate(texts)
     ]

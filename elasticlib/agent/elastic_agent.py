@@ -32,7 +32,7 @@ from ..observe.journal import Journal
 from ..rendezvous.interface import RendezvousHandler, RendezvousInfo, check_restart_budget
 from ..rendezvous.membership import Change, ChangeKind
 from ..signals import signal_name
-from ..threads import daemon_thread
+from ..threads import Latch, daemon_thread
 from ..workers.exits import WorkerExit
 from ..workers.interface import DRAIN, PREEMPTED, Workers
 from ..workers.spec import (
@@ -68,6 +68,7 @@ WORKER_START_TIMEOUT_S = 120.0  # starting workers blocks the event loop for up 
 SNAPSHOT_FLUSH_TIMEOUT_S = 660.0  # writing snapshots at the end blocks it for up to this long
 ROOT_CAUSE_TIMEOUT_S = 3.0  # wait for the other nodes' messages about the root cause
 STANDBY_POLL_INTERVAL_S = 0.02  # while standby workers are starting
+CHECK_END_TIMEOUT_S = 5.0  # a node check that was told to end, and kills its processes first
 
 
 # Messages to the event loop, in addition to those of the rendezvous and the peer exchange.
@@ -78,6 +79,13 @@ class PrepareFinished:
     """The imports are done, so that workers can start without delay."""
 
     peers_can_regroup: bool = False  # the job is running with workers that can regroup
+
+
+@attrs.frozen
+class NodeCheckFailed:
+    """The check of this node has found that workers must not run here."""
+
+    reason: str
 
 
 @attrs.frozen
@@ -128,7 +136,9 @@ class ControlNotice:
 
 
 # Messages that are valid for one rendezvous only. An exit is valid for one start of workers.
-AttemptMessage = RendezvousInfo | Change | Exception | WorkerExitNotice | StacksDumped
+AttemptMessage = (
+    RendezvousInfo | Change | Exception | NodeCheckFailed | WorkerExitNotice | StacksDumped
+)
 InboxMessage = (
     AttemptMessage
     | PrepareFinished
@@ -160,7 +170,8 @@ class ElasticAgent:
             count restarts for the whole job. The default is the handler's number, or 0.
         stop_timeouts: time limits of the stages in which workers are stopped.
         monitor_interval: seconds between polls of a handler that cannot report changes.
-        options: which signals the agent handles, and how long workers may save.
+        options: which signals the agent handles, how long workers may save, and what checks this
+            node.
         snapshot_service: stores the workers' snapshots over all generations, such as
             `NodeSnapshotService`. Without it, workers restore from their own node's memory only,
             and no snapshot is written to the disk if the job ends early.
@@ -220,6 +231,8 @@ class ElasticAgent:
         self._group: WorkerGroup | None = None  # workers of the current generation
         self._hang_detector: HangDetector | None = None  # None while no group is observed
         self._is_prepared = False  # the imports are done
+        self._needs_check = self._options.check_node is not None  # before this node joins
+        self._check_end: Latch | None = None  # set once the last check has ended
         self._attempt = 0  # number of rendezvous
         self._num_starts = 0  # number of starts of workers
         self._start_numbers: dict[int, int] = {}  # the start of each worker, by local rank
@@ -437,11 +450,16 @@ class ElasticAgent:
         """Return what a message means to the policy, or None if it is handled already."""
         match message:
             case PrepareFinished(peers_can_regroup):
-                self._is_prepared = True
-                self._reporter.on_prepared()
-                self._slots.set_peers_can_regroup(peers_can_regroup)
+                self._needs_check = False
+                if not self._is_prepared:
+                    self._is_prepared = True
+                    self._reporter.on_prepared()
+                    self._slots.set_peers_can_regroup(peers_can_regroup)
                 if self._now.state is AgentState.JOINING:
                     self._join()
+            case NodeCheckFailed(reason):
+                outcome = RunOutcome(WorkerState.FAILED, reason, evicted=True, is_unfit=True)
+                return policy.RendezvousEnded(outcome)
             case RendezvousInfo():
                 return self._on_generation(message)
             case Change():
@@ -455,7 +473,7 @@ class ElasticAgent:
                 return self._on_signal(number)
             case DrainRequest(source, reason, deadline, ends_job):
                 if deadline is not None:
-                    self._stopper.set_deadline(deadline)
+                    self._execute(self._stopper.set_deadline(deadline))
                 return self._on_drain(0, source, reason, ends_job=ends_job)
             case RestartRequest():
                 self._on_restart(message)
@@ -606,14 +624,15 @@ class ElasticAgent:
         self._join()
 
     def _join(self) -> None:
-        """Ask for the next generation once the imports are done.
+        """Ask for the next generation once the imports are done and the node is checked.
 
         The other nodes must not stop their workers for a node that cannot start its own at once.
         If their workers can regroup, this node starts its workers before it joins.
         """
         callback = partial(self._post_for_attempt, self._attempt)
-        if not self._is_prepared:
-            work = partial(self._prepare, callback)
+        if not self._is_prepared or self._needs_check:
+            work = partial(self._prepare, callback, self._is_prepared)
+            self._check_end = Latch() if self._needs_check else None
             daemon_thread(work, "agent-prepare", self._post_failure).start()
             return
         if self._slots.should_prestart(self._info):
@@ -622,16 +641,42 @@ class ElasticAgent:
         if not self._handler.start_join(callback):
             self._blocking_handler.join(self._attempt, self._clock())
 
-    def _prepare(self, on_error: Callable[[Exception], None]) -> None:
-        """Wait until this node can start workers without delay. Runs in a thread of its own."""
+    def _prepare(self, callback: Callable[[AttemptMessage], None], is_prepared: bool) -> None:
+        """Check this node, and wait until it can start workers without delay.
+
+        Runs in a thread of its own. A node that is prepared already is only checked.
+        """
+        reason = self._run_check()
+        if reason:
+            callback(NodeCheckFailed(reason))
+            return
+        peers_can_regroup = False
         try:
-            self._handler.prepare()
-            self.workers.wait_until_prepared()
-            peers_can_regroup = self._handler.peers_can_regroup()
+            if not is_prepared:
+                self._handler.prepare()
+                self.workers.wait_until_prepared()
+                peers_can_regroup = self._handler.peers_can_regroup()
         except Exception as error:
-            on_error(error)
+            callback(error)
         else:
             self._post(PrepareFinished(peers_can_regroup))
+
+    def _run_check(self) -> str:
+        """Return why the node must not run workers, or an empty text. The run's end ends it."""
+        check_node, check_end = self._options.check_node, self._check_end
+        if check_node is None or check_end is None:
+            return ""
+        started_at = self._clock()
+        try:
+            reason = check_node(lambda: self._now.outcome is not None)
+        except Exception as error:
+            log.exception("the check of this node failed")
+            reason = f"the check of this node failed: {format_error(error)}"
+        finally:
+            check_end.set()
+        if not reason:
+            log.info("the check of this node passed in %.2f s", self._clock() - started_at)
+        return reason
 
     def _report_slots(self) -> None:
         self._slots.update(self._now, len(self._group.workers) if self._group else 0)
@@ -739,6 +784,7 @@ class ElasticAgent:
 
     def _report_failure(self, failure: policy.ReportFailure) -> None:
         reason, budget = failure.reason, self._max_restarts or 0
+        self._needs_check = self._options.check_node is not None
         self._reporter.on_failure(failure)
         if self._handler.report_failure(reason, killed=failure.killed):
             return
@@ -813,6 +859,7 @@ class ElasticAgent:
         # Snapshots are written before the node leaves the rendezvous: nodes that continue may need
         # them.
         steps: tuple[tuple[Callable[[], Any], float], ...] = (
+            (self._wait_for_check_end, CHECK_END_TIMEOUT_S),
             (self._peers.close, 0.0),
             (self.workers.kill_and_wait, 0.0),
             (self._close_snapshot_service, SNAPSHOT_FLUSH_TIMEOUT_S),
@@ -828,6 +875,10 @@ class ElasticAgent:
                 close()
             except Exception:
                 log.exception("a part of the agent could not be closed; the other parts are closed")
+
+    def _wait_for_check_end(self) -> None:
+        if self._check_end is not None and not self._check_end.wait(CHECK_END_TIMEOUT_S):
+            log.warning("the check of this node did not end within %g s", CHECK_END_TIMEOUT_S)
 
     def _close_snapshot_service(self) -> None:
         outcome, service = self._now.outcome, self._snapshot_service

@@ -50,17 +50,23 @@ class GroupStopper:
         """True if the workers of the group have received a stop notice."""
         return self._is_notified
 
-    def set_deadline(self, deadline: float) -> None:
-        """Stop the workers by then, and also those that are being stopped. It never moves back.
+    def set_deadline(self, deadline: float) -> tuple[AgentCommand, ...]:
+        """Stop the workers by then, also those that are being stopped. It never moves back.
 
         Args:
             deadline: the time at which this node must have left the job.
         """
         self._deadline = min(deadline, self._deadline or deadline)
-        if self._procedure is not None:
-            notice_timeout = self._procedure.timeouts.notice_timeout
-            timeouts = self._limited_timeouts().with_notice(notice_timeout)
-            self._procedure = attrs.evolve(self._procedure, timeouts=timeouts)
+        if self._procedure is None:
+            return ()
+        timeouts = self._limited_timeouts().with_notice(self._procedure.timeouts.notice_timeout)
+        procedure = attrs.evolve(self._procedure, timeouts=timeouts)
+        if procedure.notice is None:
+            self._procedure = procedure
+            return ()
+        notice = self._make_notice(procedure.notice.reason)
+        self._procedure, commands = procedure.shorten_notice(self._clock(), notice)
+        return commands
 
     def on_group_started(self) -> None:
         """Note that a new group starts: its workers have received no stop notice yet."""

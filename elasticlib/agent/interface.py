@@ -13,6 +13,8 @@ from ..rendezvous.interface import RendezvousInfo
 from ..workers.exits import WorkerExit
 from ..workers.spec import WorkerGroup, WorkerState
 
+UNFIT_NODE_EXIT_CODE = 69  # EX_UNAVAILABLE of sysexits.h; a scheduler may avoid the node
+
 
 @attrs.frozen
 class RootCause:
@@ -51,13 +53,16 @@ class RunResult:
     signal: int = 0  # the signal that stopped or drained the node, or 0
     root_cause: RootCause | None = None  # the failure for which the job failed
     evicted: bool = False  # the job continues without this node
+    is_unfit: bool = False  # the node failed its check, or the job has excluded its host
 
     @property
     def exit_code(self) -> int:
-        """0 for success, 1 for failure, 75 after a drain, 76 if an operator stopped the job.
+        """0 for success, 1 for failure, 69 for an unfit node, 75 after a drain, 76 after a stop.
 
         After signal n, it is 128 + n.
         """
+        if self.is_unfit:
+            return UNFIT_NODE_EXIT_CODE
         if self.state is WorkerState.DRAINED:
             return DEFAULT_DRAIN_EXIT_CODE
         if self.state is WorkerState.STOPPED:

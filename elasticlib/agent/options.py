@@ -1,4 +1,4 @@
-"""Options of an agent: which signals it handles and how, and how long workers may save.
+"""Options of an agent: its signals, how long workers may save, and the check of its node.
 
 Each default is defined here only.
 """
@@ -31,6 +31,12 @@ DEFAULT_REGROUP_GRACE_S = 10.0
 SIGNAL_POLL_INTERVAL_S = 0.2
 
 
+# A function that checks this node, such as `NodeCheck`. The agent calls it in a thread, with a
+# function that returns True once the check must end. The result is why workers must not run on this
+# node, or an empty text.
+CheckNode = Callable[[Callable[[], bool]], str]
+
+
 def _to_ints(signals: Iterable[int]) -> tuple[int, ...]:
     return tuple(int(number) for number in signals)
 
@@ -55,6 +61,9 @@ class AgentOptions:
     regroup_grace: float = DEFAULT_REGROUP_GRACE_S
     # Number of other nodes that store the snapshots of this node's workers too.
     snapshot_replicas: int = 0
+    # Called before this node first joins, and before it rejoins after its own workers failed. If
+    # the node does not pass, it takes part in no further generation.
+    check_node: CheckNode | None = None
 
     def __attrs_post_init__(self) -> None:
         for name in ("stop_signals", "drain_signals", "notice_signals"):

@@ -42,6 +42,7 @@ class RunOutcome:
     reason: str
     signal: int = 0  # the signal that stopped the node, or 0
     evicted: bool = False  # the job continues without this node
+    is_unfit: bool = False  # the node failed its check, or the job has excluded its host
 
     @property
     def lets_workers_save(self) -> bool:
@@ -306,7 +307,10 @@ def end_of_job(change: Change) -> RunOutcome:
     """Return the outcome of this node's run when the job ends with `change`."""
     if change.kind is ChangeKind.SUCCEEDED:
         return RunOutcome(WorkerState.SUCCEEDED, change.reason)
-    return RunOutcome(WorkerState.FAILED, change.reason, evicted=change.kind.job_continues)
+    is_unfit = change.kind is ChangeKind.EXCLUDED
+    return RunOutcome(
+        WorkerState.FAILED, change.reason, evicted=change.kind.job_continues, is_unfit=is_unfit
+    )
 
 
 def _ignore(now: SupervisorState, _event: object) -> Transition:

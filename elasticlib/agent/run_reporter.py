@@ -356,6 +356,7 @@ class RunReporter:
             signal=outcome.signal,
             root_cause=cause,
             evicted=outcome.evicted,
+            is_unfit=outcome.is_unfit,
         )
         self._report_last_steps()
         if self.saved_step is not None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler, default_collate
+from torch.utils.data import Sampler, default_collate
 
 from ..errors import ConfigError
 from .permutation import index_chunks
@@ -132,6 +132,12 @@ class ElasticBatchSampler(GlobalPositionIterable, Sampler[list[int]]):
             yield from index_chunks(order, range(end - last, end, last), self._local_offsets(last))
 
 
+class Indexable(Protocol):
+    """A dataset whose samples have indices, such as one of torch or of Hugging Face."""
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
 class EmptyBatchCollator:
     """A `collate_fn` that creates a batch without samples for a rank with an empty share.
 
@@ -145,7 +151,7 @@ class EmptyBatchCollator:
 
     def __init__(
         self,
-        dataset: Dataset[Any],
+        dataset: Indexable,
         collate_fn: Callable[[list[Any]], Any] = default_collate,
     ) -> None:
         self.dataset, self.collate_fn = dataset, collate_fn

@@ -428,7 +428,8 @@ class ElasticDistributedSampler(GlobalPositionIterable, DistributedSampler[int])
     milliseconds, and the memory is the same for a thousand samples and for 2**62.
 
     Args:
-        dataset: only its current length is used.
+        dataset: any object with a length, such as a Dataset of torch or of Hugging Face. Only its
+            current length is used.
         num_replicas: the world size; by default that of the process group.
         rank: the rank of this process; by default its rank in the process group.
         shuffle: True for a random permutation, which depends on the seed and the epoch; False for
@@ -456,7 +457,7 @@ class ElasticDistributedSampler(GlobalPositionIterable, DistributedSampler[int])
 
     def __init__(  # noqa: PLR0917 - the first six are torch's own, by place
         self,
-        dataset: Dataset[Any],
+        dataset: Sized,
         num_replicas: int | None = None,
         rank: int | None = None,
         shuffle: bool = True,
@@ -476,7 +477,7 @@ class ElasticDistributedSampler(GlobalPositionIterable, DistributedSampler[int])
         if order is not None and not shuffle:
             raise ConfigError("order replaces shuffle: leave shuffle out")
         seed, start = check_int("seed", seed), check_int("start_index", start_index)
-        length, name = len(cast(Sized, dataset)), "shuffled" if shuffle else "sequential"
+        length, name = len(dataset), "shuffled" if shuffle else "sequential"
         self._order_function = order
         self._current_order: tuple[int, Order] | None = None
         if order is not None:
@@ -489,7 +490,7 @@ class ElasticDistributedSampler(GlobalPositionIterable, DistributedSampler[int])
             raise ConfigError(f"need 0 <= start_index <= {length} samples, got {start}")
         self.progress = EpochProgress(SamplerPosition(seed, 0, start, length, name))
         _check_group(num_replicas, rank)
-        super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
+        super().__init__(cast(Dataset[Any], dataset), num_replicas, rank, shuffle, seed, drop_last)
         self.tail: Tail = ("drop" if drop_last else "pad") if tail is None else tail
         check_one_of("tail", self.tail, Tail)
         if drop_last and self.tail != "drop":

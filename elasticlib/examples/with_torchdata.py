@@ -20,21 +20,21 @@ from elasticlib import CheckpointManager, ElasticBatchSampler, ElasticDistribute
 CHECKPOINTS = sys.argv[1] if sys.argv[1:] else "checkpoints"
 SAMPLES, GLOBAL_BATCH, EPOCHS, SAVE_EVERY = 80, 8, 3, 5
 
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-inputs = torch.randn(SAMPLES, 8)
-data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
-net = torch.nn.Linear(8, 1)
-model = torch.nn.parallel.DistributedDataParallel(net)
-optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
-sampler = ElasticDistributedSampler(data, drop_last=True)
-batches = ElasticBatchSampler(sampler, GLOBAL_BATCH)
-loader = StatefulDataLoader(data, batch_sampler=batches, num_workers=2)
-progress = {"epoch": 0}  # the loader restores its state only when it is iterated
-state = {"model": net, "optimizer": optimizer, "loader": loader, "progress": progress}
 
-with CheckpointManager(CHECKPOINTS) as manager:
-    step, stop = manager.restore(state).step, None
+def train(manager: CheckpointManager) -> str:
+    """Train to the end, or until a stop is requested. Return which of the two happened."""
+    torch.manual_seed(0)
+    inputs = torch.randn(SAMPLES, 8)
+    data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+    net = torch.nn.Linear(8, 1)
+    model = torch.nn.parallel.DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+    sampler = ElasticDistributedSampler(data, drop_last=True)
+    batches = ElasticBatchSampler(sampler, GLOBAL_BATCH)
+    loader = StatefulDataLoader(data, batch_sampler=batches, num_workers=2)
+    progress = {"epoch": 0}  # the loader restores its state only when it is iterated
+    state = {"model": net, "optimizer": optimizer, "loader": loader, "progress": progress}
+    step = manager.restore(state).step
     for epoch in range(progress["epoch"], EPOCHS):
         progress["epoch"] = epoch
         sampler.set_epoch(epoch)
@@ -49,11 +49,14 @@ with CheckpointManager(CHECKPOINTS) as manager:
             if stop or step % SAVE_EVERY == 0:
                 manager.save(step, state)
             if stop:
-                break
-        if stop:
-            break
+                return f"stopped: {stop.reason} after {step} steps"
+    return f"done after {step} steps"
+
+
+dist.init_process_group("gloo")
+with CheckpointManager(CHECKPOINTS) as manager:
+    result = train(manager)
 if dist.get_rank() == 0:
-    print(f"stopped: {stop.reason}" if stop else "done", f"after {step} steps", flush=True)
-# Release DistributedDataParallel before its process group: otherwise torch 2.13 sometimes hangs.
-del model
+    print(result, flush=True)
+# `train` has released DistributedDataParallel: otherwise torch 2.13 sometimes hangs here.
 dist.destroy_process_group()

@@ -22,7 +22,8 @@ examples:
 
 exit codes:
   0 success, 1 failure, 2 invalid command line or configuration,
-  75 drained (see --drain-exit-code), 76 stopped by elasticlib stop,
+  69 unfit node (see --node-check), 75 drained (see --drain-exit-code),
+  76 stopped by elasticlib stop,
   128 + N terminated by signal N
 """
 

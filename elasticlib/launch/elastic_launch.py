@@ -41,6 +41,7 @@ from .exit_summary import format_summary, write_failure_json
 from .flags import FLAGS, SettingError
 from .launch_config import TCP_BACKENDS, LaunchConfig, check_seconds
 from .launcher_process import DEFERRED_SIGNALS, SignalBuffer
+from .node_check import make_node_check
 from .observability import ObservabilityServer, open_journal, persistent_log_dir, publish_status
 from .preemption import watch_for_preemption
 from .rendezvous_setup import RendezvousSetup, open_rendezvous
@@ -154,7 +155,7 @@ def run_node(
             max_restarts=config.max_restarts,
             stop_timeouts=StopTimeouts(shutdown_timeout=shutdown_timeout_of(config)),
             monitor_interval=config.monitor_interval,
-            options=options,
+            options=attrs.evolve(options, check_node=make_node_check(config) or options.check_node),
             snapshot_service=snapshot_service,
             journal=journal,
         )

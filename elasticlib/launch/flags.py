@@ -219,6 +219,19 @@ GROUPS: Mapping[str, Sequence[Flag]] = {
             0,
             int,
         ),
+        _Extension(
+            "--node-check COMMAND",
+            "check this node before it joins, and again before it rejoins after its workers "
+            "failed: a shell command that exits with 0 on a healthy node, or builtin. A node that "
+            "fails its check exits with code 69, and the job goes on without it",
+            default_text="off",
+        ),
+        _Extension(
+            "--node-check-timeout SECONDS",
+            "a node whose check takes longer than this fails it",
+            60.0,
+            float,
+        ),
         Flag(
             "--monitor-interval SECONDS",
             "polling interval, used only with rendezvous backends that cannot push membership "

@@ -174,8 +174,8 @@ class LaunchConfig:
         ConfigError: the settings cannot work.
     """
 
-    min_nodes: int = 1
-    max_nodes: int = 1
+    min_nodes: int = 1  # the smallest number of nodes with which the job runs
+    max_nodes: int = 1  # the largest number of nodes
     nproc_per_node: int = 1
     logs_specs: Any = None  # torch's DefaultLogsSpecs
     # Id of the job, the same on all nodes. If it is "none" in a single-node job, or empty in a job
@@ -217,6 +217,7 @@ class LaunchConfig:
     log_dir: str | None = attrs.field(default=None, kw_only=True)
     redirects: StreamChoice = attrs.field(factory=StreamChoice, kw_only=True)
     tee: StreamChoice = attrs.field(factory=StreamChoice, kw_only=True)
+    # Signals, time to save, hang detection, snapshots and the exit code of a drain.
     supervision: SupervisionOptions = attrs.field(factory=SupervisionOptions, kw_only=True)
     # The local ranks whose output is shown. None: all.
     local_ranks_filter: frozenset[int] | None = attrs.field(default=None, kw_only=True)
@@ -233,6 +234,10 @@ class LaunchConfig:
     preemption_notice: str | None = attrs.field(default=None, kw_only=True)
     # Settings that torchrun reads from variables without an option.
     torchrun: TorchrunOptions = attrs.field(factory=TorchrunOptions, kw_only=True)
+    # A shell command that exits with 0 if this node is fit to run workers, or `builtin`.
+    node_check: str | None = attrs.field(default=None, kw_only=True)
+    # Seconds after which a node whose check has not ended fails it.
+    node_check_timeout: float = attrs.field(default=DEFAULTS["node_check_timeout"], kw_only=True)
     # `[HOST:]PORT` of /healthz, /status.json and /metrics. None: no port.
     observe_port: str | None = attrs.field(default=None, kw_only=True, converter=_port_text)
 
@@ -264,6 +269,10 @@ class LaunchConfig:
             )
         if self.preemption_notice is not None:
             check_source_name(self.preemption_notice)
+        if self.node_check is not None and not self.node_check.strip():
+            yield SettingError(
+                "{node_check} must be a shell command or builtin, got {0!r}", self.node_check
+            )
         yield from self._rendezvous_errors()
         # Computed for their errors, so that an invalid value is found before anything starts.
         _ = (
@@ -290,7 +299,7 @@ class LaunchConfig:
         """Yield an error for each number out of range; that of a timeout may be raised."""
         if self.nproc_per_node < 1:
             yield SettingError("{nproc_per_node} must be at least 1, got {0}", self.nproc_per_node)
-        for name in ("monitor_interval", "store_grace"):
+        for name in ("monitor_interval", "store_grace", "node_check_timeout"):
             value = getattr(self, name)
             if not 0 < value <= MAX_SECONDS:
                 yield SettingError(
@@ -455,6 +464,8 @@ class LaunchConfig:
             spares=self.spares,
             quorum=has_several and self.options.quorum != "any",
             restart_window=self.supervision.restart_window,
+            bad_node_failures=self.options.bad_node_failures,
+            bad_node_window=self.options.bad_node_window,
         )
 
     @property

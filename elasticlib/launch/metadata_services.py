@@ -12,14 +12,13 @@ from __future__ import annotations
 import json
 import queue
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timezone
-from email.utils import parsedate_to_datetime
+from functools import partial
 from http.client import HTTPConnection, HTTPException
 from typing import Any
 
 import attrs
 
-from ..clock import monotonic
+from ..clock import monotonic, parse_utc, wall
 from ..threads import daemon_thread, start_thread
 from .preemption_notice import NoticeSource, PreemptionNotice
 
@@ -34,6 +33,7 @@ AWS_NOTICE_S = 120.0  # AWS announces an interruption so long before
 GCP_PREEMPTION_S = 30.0  # GCP stops a machine so long after the value changes
 GCP_MAINTENANCE_S = 3600.0  # for machines with GPUs
 GCP_WAIT_S = 5.0  # a request for a change is answered after this time at the latest
+AZURE_TIMEOUT_S = 10.0  # the first request of a machine enables the service, which takes longer
 AZURE_EVENT_TYPES = ("Preempt", "Terminate", "Reboot", "Redeploy")
 
 
@@ -95,10 +95,13 @@ def _read_json(path: str, answer: Answer) -> Mapping[str, Any]:
     return fields
 
 
-def seconds_until(at: datetime, *, now: datetime | None = None) -> float:
-    """Return the seconds from now to a time in UTC, at least 0."""
-    at = at if at.tzinfo is not None else at.replace(tzinfo=timezone.utc)
-    return max(0.0, (at - (now or datetime.now(timezone.utc))).total_seconds())
+def seconds_until(text: str) -> float:
+    """Return the seconds from now to a time, at least 0.
+
+    Raises:
+        ValueError: the text is no time.
+    """
+    return max(0.0, parse_utc(text) - wall())
 
 
 class MetadataService(NoticeSource):
@@ -200,8 +203,7 @@ def read_instance_action(fields: Mapping[str, Any]) -> PreemptionNotice:
     if action == "hibernate":
         return PreemptionNotice("spot interruption (hibernate)", 0.0)
     try:
-        at = datetime.fromisoformat(str(fields["time"]).replace("Z", "+00:00"))
-        left_s = min(AWS_NOTICE_S, seconds_until(at))
+        left_s = min(AWS_NOTICE_S, seconds_until(str(fields["time"])))
     except (KeyError, ValueError):
         left_s = AWS_NOTICE_S
     return PreemptionNotice(f"spot interruption ({action})", left_s)
@@ -264,8 +266,6 @@ class AzureSource(MetadataService):
     _EVENTS_PATH = "/metadata/scheduledevents?api-version=2020-07-01"
     _NAME_PATH = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
     _HEADERS = {"Metadata": "true"}  # noqa: RUF012 - never changed
-    # The first request of a machine enables the service, which may take longer.
-    _TIMEOUT_S = 10.0
 
     def __init__(self, address: tuple[str, int] = ADDRESS, *, approve_early: bool = False) -> None:
         super().__init__(address)
@@ -296,7 +296,7 @@ class AzureSource(MetadataService):
         return bool(self._machine)
 
     def _get(self, path: str) -> Answer:
-        answer = self._request("GET", path, self._HEADERS, timeout=self._TIMEOUT_S)
+        answer = self._request("GET", path, self._HEADERS, timeout=AZURE_TIMEOUT_S)
         if answer.status != OK:
             raise _unexpected(path, answer)
         return answer
@@ -325,7 +325,7 @@ def read_scheduled_event(event: Mapping[str, Any]) -> PreemptionNotice:
     if not text:
         return PreemptionNotice(reason, 0.0)
     try:
-        return PreemptionNotice(reason, seconds_until(parsedate_to_datetime(text)))
+        return PreemptionNotice(reason, seconds_until(text))
     except ValueError:
         return PreemptionNotice(reason)
 
@@ -341,7 +341,7 @@ def find_service(
         found.put(service if service.answers(timeout) else None)
 
     for service in services:
-        start_thread(daemon_thread(lambda service=service: ask(service), "metadata-service"))
+        start_thread(daemon_thread(partial(ask, service), "metadata-service"))
     return _first_found(found, len(services), timeout)
 
 

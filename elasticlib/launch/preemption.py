@@ -100,7 +100,8 @@ def check_source_name(text: str) -> None:
         ConfigError: the value names no source.
     """
     is_file = text.startswith(FILE_PREFIX) and len(text) > len(FILE_PREFIX)
-    if text not in SERVICE_NAMES and not is_file and not is_function_name(text):
+    is_function = is_function_name(text) and text.partition(":")[0] not in SERVICE_NAMES
+    if text not in SERVICE_NAMES and not is_file and not is_function:
         raise SettingError(
             "{preemption_notice} must be one of {0}, file:PATH or package.module:function, "
             "got {1!r}",

@@ -42,6 +42,10 @@ def _parse_attempts(text: str) -> Any:
     return _accept(int(text), text.isascii() and text.isdigit() and 2 <= int(text) < 10**9)
 
 
+def _parse_count(text: str) -> Any:
+    return _accept(int(text), text.isascii() and text.isdigit() and int(text) < 10**9)
+
+
 _BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 _TIMEOUTS, _SETTINGS = attrs.fields(RendezvousTimeouts), attrs.fields(RendezvousSettings)
 
@@ -56,6 +60,12 @@ class RendezvousOptions:
     read_timeout: float = _seconds(60.0)
     keep_alive_interval: float = _seconds(_TIMEOUTS.keep_alive_interval.default)
     keep_alive_max_attempt: int = _key(5, "an integer of at least 2", _parse_attempts)
+    bad_node_failures: int = _key(
+        _SETTINGS.bad_node_failures.default, "an integer of at least 0", _parse_count
+    )
+    bad_node_window: int = _key(
+        _SETTINGS.bad_node_window.default, "an integer of at least 0", _parse_count
+    )
     is_host: bool | None = _key(None, "true or false", lambda text: _BOOLEANS[text.lower()])
     secret_file: str | None = _key(None, "the path of a file", lambda t: _accept(t, bool(t)))
     quorum: str | None = _key(

@@ -118,7 +118,8 @@ KINDS: Mapping[str, Mapping[str, str]] = {
     "run.finished": {
         "state": "succeeded, failed, stopped or drained",
         "reason": "why, as text",
-        "exit_code": "exit code of the launcher; 75 after a drain, whatever --drain-exit-code is",
+        "exit_code": "exit code of the launcher; 69 for an unfit node, 75 after a drain, whatever "
+        "--drain-exit-code is",
         "root_cause": "first failure on any node: host, rank, what; null if there is none",
         "expelled": "true if the job continues without this node",
     },

@@ -14,6 +14,7 @@ from urllib.parse import unquote
 
 import attrs
 
+from ..rendezvous.bad_nodes import ExcludedHost
 from ..rendezvous.membership import (
     GenerationTrigger,
     JobPhase,
@@ -162,6 +163,7 @@ class JobStatus:
     max_restarts: int | None = None
     state_seconds: float | None = None
     nodes: tuple[NodeEntry, ...] = ()
+    excluded: tuple[ExcludedHost, ...] = ()  # hosts that the job continues without
 
     @property
     def members(self) -> tuple[NodeEntry, ...]:
@@ -245,6 +247,7 @@ def status_of(reading: JobReading) -> JobStatus | None:
         max_restarts=document.settings.max_restarts,
         state_seconds=min(ages, default=None),
         nodes=nodes,
+        excluded=document.excluded_hosts,
     )
 
 
@@ -431,6 +434,7 @@ FIELDS: Mapping[str, str] = {
     "checkpoint_step": "step of the last checkpoint, null if none is known",
     "snapshot_step": "newest step of which all nodes that take snapshots have one, or null",
     "nodes": "one object per node, members first, by rank, as below",
+    "excluded": "one object per host that the job has excluded: host, reason",
     "exit_code": "exit code of elasticlib status",
 }
 NODE_FIELDS: Mapping[str, str] = {
@@ -484,6 +488,7 @@ def as_document(status: JobStatus) -> dict[str, Any]:
         "version": VERSION,
         "state": None if status.state is None else status.state.value,
         "nodes": [_node_document(node) for node in status.nodes],
+        "excluded": [attrs.asdict(host) for host in status.excluded],
         "exit_code": exit_code(status),
     }
     return {name: special[name] if name in special else getattr(status, name) for name in FIELDS}
@@ -601,7 +606,8 @@ def _summary_lines(status: JobStatus) -> list[str]:
     for name, group in groups.items():
         if group and status.generation:
             lines.append(f"{name}: {format_list([node.host for node in group], MAX_NODE_ROWS)}")
-    return lines
+    excluded = status.excluded[:MAX_NODE_ROWS]
+    return [*lines, *(f"excluded: {item.host}, because {item.reason}" for item in excluded)]
 
 
 def node_table(status: JobStatus) -> TableData:

@@ -595,6 +595,8 @@ class LocalNode:
             log.warning(
                 "too few nodes of the job use this store: this node has moved to another one"
             )
+            # The status belongs to the old store. Read that of the new store next.
+            self.leader_status, self.next_status_read_at = NO_STATUS_YET, now
             return True
         return False
 

@@ -15,6 +15,9 @@ import attrs
 
 from ..defaults import DEFAULT_STORE_GRACE_S
 from ..errors import ConfigError
+from .bad_nodes import ExcludedHost, FirstFailure, add_failure
+
+MAX_BAD_NODE_WINDOW = 100  # generations, which bounds the size of the history in the store
 
 
 class GenerationTrigger(enum.Enum):
@@ -93,6 +96,10 @@ class RendezvousSettings:
     # If the store has lost the job, more than half of the last generation must remember it.
     quorum: bool = False
     restart_window: float = 0.0  # a generation that lasts this long resets the budget; 0: never
+    # A host whose workers failed first in so many of the last `bad_node_window` generations is
+    # excluded, if enough nodes remain. 0: never.
+    bad_node_failures: int = 3
+    bad_node_window: int = 5
 
     def __attrs_post_init__(self) -> None:
         if not 1 <= self.min_nodes <= self.max_nodes:
@@ -104,6 +111,13 @@ class RendezvousSettings:
             raise ConfigError(f"max_restarts must be at least 0, got {self.max_restarts}")
         if self.spares is not None and self.spares < 0:
             raise ConfigError(f"spares must be at least 0, got {self.spares}")
+        if not 0 <= self.bad_node_failures <= self.bad_node_window <= MAX_BAD_NODE_WINDOW:
+            raise ConfigError(
+                "bad_node_failures and bad_node_window must satisfy 0 <= bad_node_failures <= "
+                f"bad_node_window <= {MAX_BAD_NODE_WINDOW}, got "
+                f"bad_node_failures={self.bad_node_failures} and "
+                f"bad_node_window={self.bad_node_window}"
+            )
         for name in ("last_call_timeout", "restart_window"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(
@@ -208,6 +222,12 @@ class MembershipState:
     quick_failure_count: int = 0  # generations in a row that failed soon after they formed
     trigger: GenerationTrigger = GenerationTrigger.START
     stop_reason: str = ""  # why the job ends once all workers have stopped; empty: it continues
+    first_failures: tuple[FirstFailure, ...] = ()  # in the last generations, oldest first
+    excluded_hosts: tuple[ExcludedHost, ...] = ()  # hosts whose nodes must leave
+
+    def exclusion_of(self, host: str) -> ExcludedHost | None:
+        """Return the exclusion of this host, or None if its nodes may take part."""
+        return next((item for item in self.excluded_hosts if item.host == host), None)
 
 
 @attrs.frozen
@@ -250,6 +270,7 @@ class ChangeKind(enum.Enum):
     FAILED = "failed"
     ABORTED = "aborted"
     EVICTED = "evicted"  # this node's workers failed, and the job continues without the node
+    EXCLUDED = "excluded"  # this host's workers keep failing, and the job continues without it
     NOT_NEEDED = "not_needed"  # the job has enough spares
     STORE_LOST = "store_lost"  # the store was unreachable for longer than the handler allows
 
@@ -266,7 +287,7 @@ class ChangeKind(enum.Enum):
     @property
     def job_continues(self) -> bool:
         """True if the job continues without this node."""
-        return self in (ChangeKind.EVICTED, ChangeKind.NOT_NEEDED)
+        return self in (ChangeKind.EVICTED, ChangeKind.EXCLUDED, ChangeKind.NOT_NEEDED)
 
 
 @attrs.frozen
@@ -390,6 +411,37 @@ def evict(membership: Membership, node_ids: Iterable[str], live: Container[str])
     members = membership.member_ids
     earlier = (n for n in membership.evicted if n in live or n in members)
     return attrs.evolve(membership, evicted=(*earlier, *node_ids), failure=None)
+
+
+def record_first_failure(membership: Membership) -> Membership:
+    """Add the host of the failure that ended the current generation to the history."""
+    failure, window = membership.failure, membership.settings.bad_node_window
+    hosts = {node.id: node.host for node in membership.members}
+    if failure is None or failure.node not in hosts:
+        return membership
+    history, host = membership.first_failures, hosts[failure.node]
+    history = add_failure(history, membership.generation, host, window=window)
+    return attrs.evolve(membership, first_failures=history)
+
+
+def exclude_hosts(membership: Membership, hosts: Iterable[ExcludedHost], reason: str) -> Membership:
+    """Exclude hosts for the rest of this incarnation. No restart is charged.
+
+    Args:
+        membership: the membership, whose next generation is being formed.
+        hosts: the hosts to exclude.
+        reason: why the next generation is formed, for messages.
+    """
+    excluded = (*membership.excluded_hosts, *hosts)
+    names = {item.host for item in excluded}
+    history = tuple(item for item in membership.first_failures if item.host not in names)
+    return attrs.evolve(
+        membership,
+        excluded_hosts=excluded,
+        first_failures=history,
+        failure=None,
+        reason=reason,
+    )
 
 
 def reject_spares(membership: Membership, node_ids: Iterable[str]) -> Membership:

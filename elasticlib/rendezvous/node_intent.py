@@ -193,6 +193,10 @@ class NodeIntent:
             spent = f"{state.restarts} of {state.settings.max_restarts} restarts used"
             reason = f"this node's workers failed and the job continues without it ({spent})"
             return Change(ChangeKind.EVICTED, reason, node_id)
+        exclusion = state.exclusion_of(self.node.host)
+        if exclusion is not None and self.node.inactive_incarnation != state.incarnation:
+            reason = f"the job continues without this host, because {exclusion.reason}"
+            return Change(ChangeKind.EXCLUDED, reason, node_id)
         if node_id in state.rejected_spares:
             settings = state.settings
             wanted = f"{settings.max_nodes} nodes and {settings.spares} spares (--spares)"

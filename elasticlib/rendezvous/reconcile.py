@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 import attrs
 
 from ..errors import require_not_none
+from .bad_nodes import ExcludedHost, bad_hosts, describe_failures, excluded_hosts
 from .membership import (
     GenerationTrigger,
     JobAction,
@@ -28,9 +29,11 @@ from .membership import (
     end_generation,
     end_job,
     evict,
+    exclude_hosts,
     form_generation,
     has_live_node,
     is_replaceable,
+    record_first_failure,
     reject_spares,
     with_members,
 )
@@ -312,9 +315,12 @@ def _reconcile_forming(view: LeaderView, membership: Membership) -> ReconcileRes
         return result
     charged = membership.failure is not None and members <= here
     if charged:
-        result = _charge_restart(view, membership, candidates)
+        membership = record_first_failure(membership)
+        result = _exclude_bad_hosts(membership, candidates)
+        result = result or _charge_restart(view, membership, candidates)
         if result is not None:
             return result
+        membership = _explain_bad_host(membership, candidates)
     returned = [n for n in candidates if n.id in members]
     starting = [n for n in returned if not n.slots]
     if starting and not any(n.has_retained_workers for n in returned):
@@ -323,8 +329,54 @@ def _reconcile_forming(view: LeaderView, membership: Membership) -> ReconcileRes
         return ReconcileResult(f"waiting for the workers of {_names(starting, view)} to start")
     ordered = order_members(membership, [n for n in candidates if n.slots])
     if len(ordered) < membership.settings.min_nodes:
-        return _too_few_nodes(ordered, membership)
+        return _too_few_nodes(view, membership, ordered, absent)
     return _form(view, membership, ordered, charged=charged)
+
+
+def _exclude_bad_hosts(
+    membership: Membership, candidates: Sequence[NodeRecord]
+) -> ReconcileResult | None:
+    """Exclude hosts whose workers keep failing, or return None if there is nothing to exclude."""
+    settings = membership.settings
+    if settings.has_fixed_ranks:
+        return None  # No other node can have the rank of the excluded one.
+    limits = {"limit": settings.bad_node_failures, "window": settings.bad_node_window}
+    hosts = excluded_hosts(
+        membership.first_failures,
+        (node.host for node in candidates),
+        min_nodes=settings.min_nodes,
+        **limits,
+    )
+    if not hosts:
+        return None
+    counts = bad_hosts(membership.first_failures, **limits)
+    excluded = [
+        ExcludedHost(host, describe_failures(counts[host], settings.bad_node_window))
+        for host in hosts
+    ]
+    texts = (f"{item.host} is excluded, because {item.reason}" for item in excluded)
+    reason = f"{'; '.join(texts)}; the last failure was {membership.reason}"
+    return ReconcileResult(reason, exclude_hosts(membership, excluded, reason))
+
+
+def _explain_bad_host(membership: Membership, candidates: Sequence[NodeRecord]) -> Membership:
+    """Add to the reason why the host of the last failure is not excluded, if it is a bad one."""
+    settings = membership.settings
+    counts = bad_hosts(
+        membership.first_failures,
+        limit=settings.bad_node_failures,
+        window=settings.bad_node_window,
+    )
+    host = membership.first_failures[-1].host if membership.first_failures else ""
+    others = sum(node.host != host for node in candidates)
+    if host not in counts or not others:
+        return membership
+    reason = (
+        f"{membership.reason}; {host} stays in the job although "
+        f"{describe_failures(counts[host], settings.bad_node_window)}: without it, {others} of at "
+        f"least {settings.min_nodes} nodes would be here"
+    )
+    return attrs.evolve(membership, reason=reason)
 
 
 def _charge_restart(
@@ -396,15 +448,23 @@ def _blame_loss(view: LeaderView, membership: Membership) -> ReconcileResult | N
     return ReconcileResult(reason, forming)
 
 
-def _too_few_nodes(ordered: Sequence[NodeRecord], membership: Membership) -> ReconcileResult:
+def _too_few_nodes(
+    view: LeaderView,
+    membership: Membership,
+    ordered: Sequence[NodeRecord],
+    absent: Sequence[NodeRecord],
+) -> ReconcileResult:
     settings = membership.settings
     reason = f"{len(ordered)} of at least {settings.min_nodes} nodes are here"
     if settings.has_fixed_ranks:
         missing = sorted(set(range(settings.max_nodes)) - {node.rank_hint for node in ordered})
         more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
         reason += f"; missing: node ranks {', '.join(map(str, missing[:8]))}{more}"
+    left = [node for node in absent if node.id in view.left_ids]
     if membership.trigger is GenerationTrigger.NODE_LOSS:
         reason += f"; {membership.reason}"
+    elif left:
+        reason += f"; {_names(left, view)} left"
     return ReconcileResult(reason)
 
 
@@ -441,7 +501,8 @@ def _wait_for_quorum(
     if not membership.settings.quorum:
         return None
     live = (n.id for n in view.live_nodes)
-    accounted_for = {*live, *view.finished_ids, *view.left_ids, *membership.evicted}
+    excluded = (n.id for n in membership.members if membership.exclusion_of(n.host) is not None)
+    accounted_for = {*live, *view.finished_ids, *view.left_ids, *membership.evicted, *excluded}
     members = membership.member_ids
     if len(members & accounted_for) * 2 >= len(members):
         return None
@@ -472,8 +533,9 @@ def _end_job(
 
 
 def _candidates(view: LeaderView, membership: Membership) -> list[NodeRecord]:
-    excluded = {*membership.evicted, *membership.rejected_spares}
-    return [n for n in view.live_nodes if n.id not in excluded]
+    rejected = {*membership.evicted, *membership.rejected_spares}
+    excluded = {item.host for item in membership.excluded_hosts}
+    return [n for n in view.live_nodes if n.id not in rejected and n.host not in excluded]
 
 
 def _is_stopped(node: NodeRecord, membership: Membership) -> bool:

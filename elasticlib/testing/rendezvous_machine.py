@@ -19,6 +19,7 @@ from .waiting import wait_until
 
 MIN_NODES, MAX_NODES = 2, 3  # of a generation
 MAX_AGENTS = 4  # at the same time; one of them is a spare
+MAX_FAILURES = 2  # of an agent: a handler may exclude a node that fails more often
 
 NAMES = "abcdefghijklmnopqrstuvwxyz"
 
@@ -29,6 +30,7 @@ class MachineAgent:
     def __init__(self, node: HandlerNode) -> None:
         self.node = node
         self.rejoin = threading.Event()  # set by the machine: join again without a change
+        self.num_failures = 0
         self._info: RendezvousInfo | None = None
         self._run = run_in_thread(self._join_until_closed)
 
@@ -124,12 +126,13 @@ class RendezvousMachine(RuleBasedStateMachine):
     def all_rejoin(self) -> None:
         self._rejoin(*self._members())
 
-    @precondition(lambda self: self._members())
+    @precondition(lambda self: self._members_that_may_fail())
     @rule(index=st.integers(0, MAX_NODES - 1))
     def fail(self, index: int) -> None:
-        members = self._members()
-        generation = _newest_generation(members)
-        failed = members[index % len(members)]
+        generation = _newest_generation(self._members())
+        candidates = self._members_that_may_fail()
+        failed = candidates[index % len(candidates)]
+        failed.num_failures += 1
         # Consecutive quick failures delay a restart, unless the workers were killed.
         if failed.node.handler.report_failure("failure reported by the test", killed=True):
             self._wait_until_settled(after=generation)
@@ -145,6 +148,9 @@ class RendezvousMachine(RuleBasedStateMachine):
 
     def _members(self) -> list[MachineAgent]:
         return [agent for agent in self._agents if agent.info is not None]
+
+    def _members_that_may_fail(self) -> list[MachineAgent]:
+        return [agent for agent in self._members() if agent.num_failures < MAX_FAILURES]
 
     def _infos(self) -> list[RendezvousInfo]:
         return [info for agent in self._agents if (info := agent.info) is not None]

@@ -205,7 +205,7 @@ def run_contract_test(
 
 
 def kill_processes_that_use(directory: Path) -> None:
-    """Stop the threads and processes that a faulty agent has left behind."""
+    """Stop the threads and processes that a faulty agent has not stopped."""
     for thread in threading.enumerate():
         if thread.name == "contract-agent":
             # The thread may still be in the stop procedure of the same workers.

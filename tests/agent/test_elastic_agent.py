@@ -1,4 +1,4 @@
-"""The agent's event loop with faulty handlers, workers, journals and signals."""
+"""The event loop of the agent with signals and with faulty handlers, workers and journals."""
 
 from __future__ import annotations
 
@@ -37,27 +37,27 @@ from elasticlib.workers.exits import WorkerExit
 from elasticlib.workers.interface import Heartbeat, StopNotice
 
 
-class Stands(OneWorker):
+class BlockedWorker(OneWorker):
     """A worker whose exit status cannot be read until an event is set."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked, self.free = threading.Event(), threading.Event()
+        self.is_reaping, self.is_released = threading.Event(), threading.Event()
 
     def reap(self, local_rank: int) -> WorkerExit:
-        self.asked.set()
-        self.free.wait(60)
+        self.is_reaping.set()
+        self.is_released.wait(60)
         return super().reap(local_rank)
 
 
 def test_stalled_time_grows_while_the_event_loop_is_blocked_and_is_zero_after_the_run() -> None:
-    workers, now = Stands(), [0.0]
+    workers, now = BlockedWorker(), [0.0]
     with running(workers, clock=lambda: now[0]) as run:
         workers.finish()
-        assert workers.asked.wait(60)
+        assert workers.is_reaping.wait(60)
         now[0] = 1000.0
         assert run.agent.stalled_s() == 1000.0
-        workers.free.set()
+        workers.is_released.set()
         assert run.result().state is WorkerState.SUCCEEDED
         now[0] = 9000.0
         assert run.agent.stalled_s() == 0.0
@@ -68,7 +68,7 @@ def test_an_agent_can_only_be_run_once() -> None:
     with running(workers) as run:
         with pytest.raises(ElasticError, match="an agent runs once"):
             run.agent.run()
-        assert workers.running(), "the run that is under way goes on"
+        assert workers.running(), "the running run continues"
         workers.finish()
         assert run.result().state is WorkerState.SUCCEEDED
         with pytest.raises(ElasticError, match="create a new ElasticAgent, handler and workers"):
@@ -125,22 +125,22 @@ def test_a_negative_restart_budget_is_rejected() -> None:
         ElasticAgent(WorkerSpec(Command("none")), SingleNodeHandler(), OneWorker(), max_restarts=-1)
 
 
-class Raises(Journal):
+class RaisingJournal(Journal):
     """A journal that raises an exception for the second event."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.kinds: list[str] = []
 
     def record(
         self, kind: str, *, generation: int = 0, rank: int | None = None, **facts: Any
     ) -> None:
         del generation, rank, facts
-        self.told.append(kind)
-        if len(self.told) == 2:
-            raise ZeroDivisionError("a view of mine")
+        self.kinds.append(kind)
+        if len(self.kinds) == 2:
+            raise ZeroDivisionError("error of the journal")
 
 
-class Keeps(Raises):
+class RecordingJournal(RaisingJournal):
     """A journal that records all events."""
 
     def __init__(self) -> None:
@@ -151,50 +151,50 @@ class Keeps(Raises):
         self, kind: str, *, generation: int = 0, rank: int | None = None, **facts: Any
     ) -> None:
         del generation, rank
-        self.told.append(kind)
+        self.kinds.append(kind)
         self.facts.append((kind, facts))
 
 
-class StandsStill(Keeps):
+class BlockingJournal(RecordingJournal):
     """A journal that blocks until an event is set."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.free = threading.Event()
+        self.is_released = threading.Event()
 
     def record(
         self, kind: str, *, generation: int = 0, rank: int | None = None, **facts: Any
     ) -> None:
-        self.free.wait(60)
+        self.is_released.wait(60)
         super().record(kind, generation=generation, rank=rank, **facts)
 
 
 def test_a_journal_that_raises_is_logged_once_and_does_not_end_the_run(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    workers, view = OneWorker(), Raises()
-    with caplog.at_level(logging.INFO, "elasticlib"), running(workers, journal=view) as run:
+    workers, journal = OneWorker(), RaisingJournal()
+    with caplog.at_level(logging.INFO, "elasticlib"), running(workers, journal=journal) as run:
         workers.finish()
         assert run.result().state is WorkerState.SUCCEEDED
-    assert len(view.told) == 2
-    (said,) = [record for record in caplog.records if "Raises" in record.getMessage()]
-    assert "ZeroDivisionError: a view of mine" in said.getMessage()
+    assert len(journal.kinds) == 2
+    (message,) = [text for text in caplog.messages if "RaisingJournal" in text]
+    assert "ZeroDivisionError: error of the journal" in message
 
 
 def test_a_journal_has_all_events_when_the_run_returns() -> None:
-    workers, view = OneWorker(), Keeps()
-    with running(workers, journal=view) as run:
+    workers, journal = OneWorker(), RecordingJournal()
+    with running(workers, journal=journal) as run:
         workers.finish()
         run.result()
-        assert (view.told[0], view.told[-1]) == ("rendezvous.started", "run.finished")
+        assert (journal.kinds[0], journal.kinds[-1]) == ("rendezvous.started", "run.finished")
 
 
 def test_a_journal_that_blocks_does_not_delay_the_run() -> None:
-    workers, view = OneWorker(), StandsStill()
-    with running(workers, journal=view) as run:
+    workers, journal = OneWorker(), BlockingJournal()
+    with running(workers, journal=journal) as run:
         workers.finish()
         assert run.result().state is WorkerState.SUCCEEDED
-        view.free.set()
+        journal.is_released.set()
 
 
 @pytest.mark.parametrize("field", ["stop_signals", "drain_signals", "notice_signals"])
@@ -216,7 +216,7 @@ def test_a_signal_without_a_python_name_can_drain_the_node(number: int, name: st
     assert result.reason == f"received {name}"
 
 
-class Leaves(SingleNodeHandler):
+class ExitingHandler(SingleNodeHandler):
     """A third-party handler that raises SystemExit."""
 
     def next_rendezvous(self) -> Any:
@@ -226,13 +226,13 @@ class Leaves(SingleNodeHandler):
 def test_system_exit_in_a_handler_ends_the_run_with_its_message() -> None:
     workers = OneWorker()
     workers.up.set()
-    with running(workers, Leaves()) as run:
+    with running(workers, ExitingHandler()) as run:
         result = run.result()
     assert result.state is WorkerState.FAILED
     assert "SystemExit: the handler leaves" in result.reason
 
 
-class FaultyView(EventListener):
+class FaultyListener(EventListener):
     """Raises on the first event, or blocks until it is released."""
 
     def __init__(self, raises: bool) -> None:
@@ -243,7 +243,7 @@ class FaultyView(EventListener):
     def on_event(self, event: Event) -> None:
         self.events.append(event)
         if self.raises:
-            raise ZeroDivisionError("a view of mine")
+            raise ZeroDivisionError("error of the journal")
         self.released.wait(60)
 
 
@@ -251,19 +251,19 @@ class FaultyView(EventListener):
 def test_an_event_listener_that_raises_or_blocks_does_not_delay_the_run(
     raises: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    workers, view = OneWorker(), FaultyView(raises)
-    journal = NodeJournal("run", "n-1", listeners=[view])
+    workers, listener = OneWorker(), FaultyListener(raises)
+    journal = NodeJournal("run", "n-1", listeners=[listener])
     with running(workers, journal=journal) as run:
         workers.finish()
         assert run.result().state is WorkerState.SUCCEEDED
         journal.close()
-        view.released.set()
-    messages = [record for record in caplog.records if "FaultyView" in record.getMessage()]
+        listener.released.set()
+    messages = [record for record in caplog.records if "FaultyListener" in record.getMessage()]
     assert len(messages) == 1
-    assert len(view.events) == 1 or not raises
+    assert len(listener.events) == 1 or not raises
 
 
-class Stepping(OneWorker):
+class SteppingWorker(OneWorker):
     """A worker that makes ten steps in each generation, and reports them when it exits."""
 
     reports_heartbeats = True
@@ -272,134 +272,141 @@ class Stepping(OneWorker):
         return {0: Heartbeat()}
 
     def final_heartbeats(self) -> Mapping[int, Heartbeat]:
-        last = 10 * self.starts
-        at = monotonic()
-        told = Heartbeat(
-            step=last,
+        step, now = 10 * self.starts, monotonic()
+        heartbeat = Heartbeat(
+            is_attached=True,
+            step=step,
             num_steps=10,
-            first_step=last - 9,
-            first_at=at,
-            last_step_at=at,
-            last_activity_at=at,
+            first_step=step - 9,
+            first_at=now,
+            last_step_at=now,
+            last_activity_at=now,
         )
-        return {0: attrs.evolve(told, is_attached=True)}
+        return {0: heartbeat}
 
 
 def test_the_last_step_of_a_generation_is_recorded_before_the_next_generation() -> None:
-    workers, view = Stepping(), Keeps()
-    with running(workers, journal=view, max_restarts=1) as run:
+    workers, journal = SteppingWorker(), RecordingJournal()
+    with running(workers, journal=journal, max_restarts=1) as run:
         workers.finish(1)
-        wait_until("the next", lambda: workers.starts == 2)
+        wait_until("the second generation", lambda: workers.starts == 2)
         workers.finish()
         assert run.result().state is WorkerState.SUCCEEDED
-    told = [(kind, facts["step"]) for kind, facts in view.facts if "step" in facts]
-    begun, steps = "training.started", "progress"
-    assert told == [(begun, 1), (steps, 10), (begun, 11), (steps, 20)]
-    joins = [n for n, kind in enumerate(view.told) if kind == "rendezvous.started"]
-    assert view.told.index("progress") < joins[1], "of the first generation, before its end is told"
-    assert view.told[-2:] == ["progress", "run.finished"]
+    assert [(kind, facts["step"]) for kind, facts in journal.facts if "step" in facts] == [
+        ("training.started", 1),
+        ("progress", 10),
+        ("training.started", 11),
+        ("progress", 20),
+    ]
+    joins = [n for n, kind in enumerate(journal.kinds) if kind == "rendezvous.started"]
+    assert journal.kinds.index("progress") < joins[1], (
+        "the progress precedes the end of the first generation"
+    )
+    assert journal.kinds[-2:] == ["progress", "run.finished"]
 
 
 @pytest.mark.parametrize("attached", [False, True])
 def test_missing_step_reports_are_logged_once_with_the_remedy(
     caplog: pytest.LogCaptureFixture, attached: bool
 ) -> None:
-    class Silent(Stepping):
-        looks = 0
+    class SilentWorker(SteppingWorker):
+        polls = 0
 
         def heartbeats(self) -> Mapping[int, Heartbeat]:
-            self.looks += 1
+            self.polls += 1
             return {0: Heartbeat(is_attached=attached, last_activity_at=monotonic())}
 
-    workers, sentence = Silent(), "no worker of this node has reported a step"
+    workers, warning = SilentWorker(), "no worker of this node has reported a step"
     options = AgentOptions(hang_limits=HangLimits(timeout=0.4, first_step_timeout=0.4))
     with running(workers, options=options, max_restarts=1) as run:
-        wait_until("the warning", lambda: sentence in caplog.text)
+        wait_until("the warning", lambda: warning in caplog.text)
         workers.finish(1)
-        wait_until("the next", lambda: workers.starts == 2)
-        looks = workers.looks
-        wait_until("looks for longer than the limit", lambda: workers.looks > looks + 10)
+        wait_until("the second generation", lambda: workers.starts == 2)
+        polls = workers.polls
+        wait_until("more polls than the limit needs", lambda: workers.polls > polls + 10)
         workers.finish()
         assert run.result().state is WorkerState.SUCCEEDED
-    assert caplog.text.count(sentence) == 1
+    assert caplog.text.count(warning) == 1
     assert "context().step(step)" in caplog.text
 
 
-class Blind(OneWorker):
-    """Workers whose steps cannot be looked at any more."""
+class UnreadableWorker(OneWorker):
+    """Workers whose heartbeats cannot be read."""
 
     reports_heartbeats = True
 
     def heartbeats(self) -> Any:
-        raise ZeroDivisionError("a beat of mine")
+        raise ZeroDivisionError("a beat of the test")
 
 
 def test_an_error_while_reading_heartbeats_is_logged_and_does_not_end_the_run(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    workers, view = Blind(), Keeps()
-    with running(workers, journal=view) as run:
+    workers, journal = UnreadableWorker(), RecordingJournal()
+    with running(workers, journal=journal) as run:
         workers.finish()
         assert run.result().state is WorkerState.SUCCEEDED
-    assert view.told[-1] == "run.finished"
+    assert journal.kinds[-1] == "run.finished"
     assert "cannot read the workers" in caplog.text
 
 
 def test_an_error_while_reading_heartbeats_ends_a_run_with_hang_detection() -> None:
-    with running(Blind(), options=AgentOptions(hang_limits=HangLimits(timeout=1.0))) as run:
+    with running(
+        UnreadableWorker(), options=AgentOptions(hang_limits=HangLimits(timeout=1.0))
+    ) as run:
         result = run.result()
     assert result.state is WorkerState.FAILED
-    assert result.reason == "ZeroDivisionError: a beat of mine"
+    assert result.reason == "ZeroDivisionError: a beat of the test"
 
 
-class Unprepared(OneWorker):
+class UnpreparedWorker(OneWorker):
     """Workers whose preparation raises an exception."""
 
     def wait_until_prepared(self) -> None:
-        raise ZeroDivisionError("a preparation of mine")
+        raise ZeroDivisionError("an error of the preparation")
 
 
 def test_an_error_in_the_preparation_of_workers_ends_the_run_with_its_message() -> None:
-    workers = Unprepared()
+    workers = UnpreparedWorker()
     workers.up.set()
     with running(workers) as run:
         result = run.result()
     assert (result.state, workers.starts) == (WorkerState.FAILED, 0)
-    assert result.reason == "ZeroDivisionError: a preparation of mine"
+    assert result.reason == "ZeroDivisionError: an error of the preparation"
 
 
-class Prepares(SingleNodeHandler):
-    """A rendezvous whose preparation takes until `ready` is set."""
+class SlowlyPreparingHandler(SingleNodeHandler):
+    """A handler whose preparation blocks until `ready` is set."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.begun, self.ready = threading.Event(), threading.Event()
+        self.is_waiting, self.ready = threading.Event(), threading.Event()
 
     def prepare(self) -> None:
-        self.begun.set()
+        self.is_waiting.set()
         self.ready.wait(60)
 
 
 def test_a_node_in_preparation_does_not_join_and_can_be_stopped() -> None:
-    workers, handler = OneWorker(), Prepares()
+    workers, handler = OneWorker(), SlowlyPreparingHandler()
     workers.up.set()
     with running(workers, handler) as run:
-        assert handler.begun.wait(60)
+        assert handler.is_waiting.wait(60)
         run.agent.handle_signal(signal.SIGTERM)
         result = run.result()
         handler.ready.set()
     assert (result.signal, workers.starts, handler.generation) == (signal.SIGTERM, 0, 0)
 
 
-class Waits(SingleNodeHandler):
-    """A rendezvous that settles once `ready` is set."""
+class WaitingHandler(SingleNodeHandler):
+    """A handler whose rendezvous returns once `ready` is set."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.begun, self.ready = threading.Event(), threading.Event()
+        self.is_waiting, self.ready = threading.Event(), threading.Event()
 
     def next_rendezvous(self) -> Any:
-        self.begun.set()
+        self.is_waiting.set()
         self.ready.wait(60)
         return super().next_rendezvous()
 
@@ -407,7 +414,7 @@ class Waits(SingleNodeHandler):
 def test_waiting_for_a_third_party_handler_is_logged_every_ten_seconds(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    workers, handler, now = OneWorker(), Waits(), [100.0]
+    workers, handler, now = OneWorker(), WaitingHandler(), [100.0]
 
     def waits() -> list[str]:
         lines = [record.getMessage() for record in caplog.records]
@@ -419,10 +426,10 @@ def test_waiting_for_a_third_party_handler_is_logged_every_ten_seconds(
     run = Run(ElasticAgent(WorkerSpec(Command("none")), handler, workers, clock=lambda: now[0]))
     with caplog.at_level(logging.INFO, "elasticlib.agent"):
         try:
-            assert handler.begun.wait(60)
+            assert handler.is_waiting.wait(60)
             for count in (1, 2, 3):
                 now[0] = 100.0 + 10.0 * count
-                wait_until("the wait to be logged", partial(logged, count), 20)
+                wait_until("the log message of the wait", partial(logged, count), 20)
         finally:
             handler.ready.set()
             assert workers.up.wait(60)
@@ -431,8 +438,8 @@ def test_waiting_for_a_third_party_handler_is_logged_every_ten_seconds(
             assert run.result().state is WorkerState.SUCCEEDED
     assert len(waits()) == 3
     assert waits()[1] == (
-        "waiting for the other nodes for 20 s: next_rendezvous of Waits (backend lone, run run) "
-        "has not returned; reason for this rendezvous: the first generation of this node"
+        "waiting for the other nodes for 20 s: next_rendezvous of WaitingHandler (backend single, "
+        "run run) has not returned; reason for this rendezvous: the first generation of this node"
     )
 
 
@@ -450,27 +457,27 @@ def test_leaving_before_other_nodes_is_logged_if_the_handler_has_no_report_succe
     )
 
 
-class Listens(OneWorker):
-    """A worker that supports stop notices, and exits after `finish`."""
+class NotifiedWorker(OneWorker):
+    """A worker that supports stop notices. It exits after `finish`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.notices: list[str] = []
-        self.told = threading.Event()
-        self.terminated = 0
+        self.is_notified = threading.Event()
+        self.num_stops = 0
 
     def notify(self, notice: StopNotice) -> bool:
         self.notices.append(notice.reason)
-        self.told.set()
+        self.is_notified.set()
         return True
 
     def stop(self, local_ranks: Collection[int], *, force: bool = False) -> None:
-        self.terminated += 1
+        self.num_stops += 1
         super().stop(local_ranks, force=force)
 
 
-class Grows(SingleNodeHandler):
-    """A rendezvous at which another node waits if `more` is set."""
+class GrowingHandler(SingleNodeHandler):
+    """A handler that reports `more` waiting nodes."""
 
     more = 0
 
@@ -479,50 +486,50 @@ class Grows(SingleNodeHandler):
 
 
 def test_repeated_drain_signals_do_not_interrupt_the_save() -> None:
-    workers = Listens()
+    workers = NotifiedWorker()
     with running(workers, options=AgentOptions(checkpoint_grace=600.0)) as run:
         for _ in range(3):
             run.agent.handle_signal(signal.SIGTERM)
         workers.finish()
         result = run.result()
     assert (result.state, result.signal) == (WorkerState.DRAINED, signal.SIGTERM)
-    assert (workers.notices, workers.terminated) == (["preempted"], 0)
+    assert (workers.notices, workers.num_stops) == (["preempted"], 0)
 
 
 def test_a_node_that_is_drained_during_a_resize_drains() -> None:
-    workers, handler, view = Listens(), Grows(), Keeps()
+    workers, handler, journal = NotifiedWorker(), GrowingHandler(), RecordingJournal()
     options = AgentOptions(checkpoint_grace=600.0)
-    with running(workers, handler, options=options, journal=view) as run:
+    with running(workers, handler, options=options, journal=journal) as run:
         handler.more = 1
-        assert workers.told.wait(60)
+        assert workers.is_notified.wait(60)
         run.agent.handle_signal(signal.SIGTERM)
         workers.finish()
         result = run.result()
     assert result.state is WorkerState.DRAINED
     assert workers.notices == ["resize", "preempted"]
-    assert [facts["duration_seconds"] < 300 for kind, facts in view.facts if kind == "stopped"] == [
-        True
-    ]
+    assert [
+        facts["duration_seconds"] < 300 for kind, facts in journal.facts if kind == "stopped"
+    ] == [True]
 
 
 def test_events_distinguish_a_planned_resize_from_a_failure() -> None:
-    workers, handler, view = Listens(), Grows(), Keeps()
-    with running(workers, handler, max_restarts=1, journal=view) as run:
+    workers, handler, journal = NotifiedWorker(), GrowingHandler(), RecordingJournal()
+    with running(workers, handler, max_restarts=1, journal=journal) as run:
         handler.more = 1
-        assert workers.told.wait(60)
+        assert workers.is_notified.wait(60)
         handler.more = 0
         workers.finish()
-        wait_until("the second", lambda: workers.starts == 2)
+        wait_until("the second generation", lambda: workers.starts == 2)
         workers.finish(1)
-        wait_until("the third", lambda: workers.starts == 3)
+        wait_until("the third generation", lambda: workers.starts == 3)
         workers.finish()
         assert run.result().state is WorkerState.SUCCEEDED
-    planned = [facts["is_planned"] for kind, facts in view.facts if kind == "rendezvous.started"]
+    planned = [facts["is_planned"] for kind, facts in journal.facts if kind == "rendezvous.started"]
     assert planned == [False, True, False]
 
 
-class CannotAgree(OneWorker):
-    """Workers that support stop notices, but raise an exception when a call is proposed."""
+class WorkerWithFailingStopCall(OneWorker):
+    """Workers that support stop notices, and raise an exception when the agent proposes a call."""
 
     supports_coordinated_stop = True
 
@@ -531,16 +538,16 @@ class CannotAgree(OneWorker):
         return True
 
     def earliest_stop_call(self) -> int | None:
-        raise ZeroDivisionError("a call of mine")
+        raise ZeroDivisionError("error of the call")
 
 
 def test_an_error_in_the_stop_request_ends_the_run_with_its_message() -> None:
-    workers, options = CannotAgree(), AgentOptions(checkpoint_grace=600.0)
+    workers, options = WorkerWithFailingStopCall(), AgentOptions(checkpoint_grace=600.0)
     with running(workers, options=options) as run:
         run.agent.handle_signal(signal.SIGUSR2)
         result = run.result()
     assert result.state is WorkerState.FAILED
-    assert result.reason == "ZeroDivisionError: a call of mine"
+    assert result.reason == "ZeroDivisionError: error of the call"
     assert not workers.running()
 
 
@@ -563,19 +570,19 @@ class RestartsOnRequest(SingleNodeHandler):
 
 
 def test_workers_save_and_are_started_again_after_a_restart_request() -> None:
-    workers, handler, view = Listens(), RestartsOnRequest(), Keeps()
-    with running(workers, handler, max_restarts=0, journal=view) as run:
+    workers, handler, journal = NotifiedWorker(), RestartsOnRequest(), RecordingJournal()
+    with running(workers, handler, max_restarts=0, journal=journal) as run:
         run.agent.request_restart("an earlier request", 0)  # no generation has this number
         run.agent.record_control("restart", "ann@login")
         run.agent.request_restart("a restart request", 1)
-        assert workers.told.wait(60)
+        assert workers.is_notified.wait(60)
         workers.finish()
         wait_until("the second start", lambda: workers.starts == 2)
         workers.finish()
         result = run.result()
     assert (result.state, result.restarts) == (WorkerState.SUCCEEDED, 0)
     assert (handler.reasons, workers.notices) == (["a restart request"], ["restart"])
-    events = [facts for kind, facts in view.facts if kind == "control.requested"]
+    events = [facts for kind, facts in journal.facts if kind == "control.requested"]
     assert events == [{"action": "restart", "by": "ann@login"}]
 
 
@@ -592,7 +599,7 @@ def test_a_restart_request_is_logged_if_the_handler_does_not_support_it(
 
 
 def test_a_stop_request_lets_workers_save_and_has_an_exit_code_of_its_own() -> None:
-    workers = Listens()
+    workers = NotifiedWorker()
     with running(workers, options=AgentOptions(checkpoint_grace=600.0)) as run:
         run.agent.request_stop("a stop request from ann")
         # A scheduler may send its signals to the nodes, too.
@@ -601,4 +608,4 @@ def test_a_stop_request_lets_workers_save_and_has_an_exit_code_of_its_own() -> N
         result = run.result()
     assert (result.state, result.exit_code) == (WorkerState.STOPPED, 76)
     assert result.reason == "received a stop request from ann"
-    assert (workers.notices, workers.terminated) == (["drain"], 0)
+    assert (workers.notices, workers.num_stops) == (["drain"], 0)

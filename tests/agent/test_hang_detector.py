@@ -24,7 +24,7 @@ AUTO = HangLimits()
 OTHER = encode_progress([RankProgress(2, "b", 2, 9.0, 3)])
 
 
-def beat(at: float, *durations: float, steps: int = 5) -> Heartbeat:
+def create_heartbeat(at: float, *durations: float, steps: int = 5) -> Heartbeat:
     return Heartbeat(
         step=4,
         num_steps=steps,
@@ -36,34 +36,38 @@ def beat(at: float, *durations: float, steps: int = 5) -> Heartbeat:
 
 
 @pytest.mark.parametrize(
-    ("limits", "told", "allowed"),
+    ("limits", "heartbeat", "allowed"),
     [
         (AUTO, Heartbeat(), 900.0),
         # The second step may be compiled again, so its duration does not predict the third.
-        (AUTO, beat(0.0, steps=1), 900.0),
-        (AUTO, beat(0.0, 0.1, 0.2, 0.1), 900.0),
-        (AUTO, beat(0.0, *[0.1] * 9), 900.0),
-        (AUTO, beat(0.0, *[0.1] * 10), 300.0),
-        (AUTO, beat(0.0, *[20.0] * 10), 400.0),
+        (AUTO, create_heartbeat(0.0, steps=1), 900.0),
+        (AUTO, create_heartbeat(0.0, 0.1, 0.2, 0.1), 900.0),
+        (AUTO, create_heartbeat(0.0, *[0.1] * 9), 900.0),
+        (AUTO, create_heartbeat(0.0, *[0.1] * 10), 300.0),
+        (AUTO, create_heartbeat(0.0, *[20.0] * 10), 400.0),
         # An evaluation that took 200 s may take as long again, and half as long more.
-        (AUTO, beat(0.0, *[1.0] * 10, 200.0), 600.0),
+        (AUTO, create_heartbeat(0.0, *[1.0] * 10, 200.0), 600.0),
         (HangLimits(timeout=5.0), Heartbeat(), 900.0),
-        (HangLimits(timeout=5.0), beat(0.0, 9.0, 9.0), 5.0),
+        (HangLimits(timeout=5.0), create_heartbeat(0.0, 9.0, 9.0), 5.0),
         (HangLimits(timeout=2000.0), Heartbeat(), 2000.0),
     ],
 )
 def test_timeout_depends_on_the_reported_steps(
-    limits: HangLimits, told: Heartbeat, allowed: float
+    limits: HangLimits, heartbeat: Heartbeat, allowed: float
 ) -> None:
-    assert limits.timeout_for(told) == allowed
+    assert limits.timeout_for(heartbeat) == allowed
 
 
 def test_longest_inactivity_is_that_of_the_worker_nearest_to_its_timeout() -> None:
     quick, slow = [0.1] * 10, [100.0] * 10
-    beats = {0: beat(100.0, *quick), 1: beat(90.0, *slow), 2: Heartbeat(is_attached=True)}
-    found = longest_inactivity(130.0, 50.0, beats, AUTO)
-    assert found is not None
-    assert (found.local_rank, found.seconds, found.limit) == (0, 30.0, 300.0)
+    heartbeats = {
+        0: create_heartbeat(100.0, *quick),
+        1: create_heartbeat(90.0, *slow),
+        2: Heartbeat(is_attached=True),
+    }
+    inactivity = longest_inactivity(130.0, 50.0, heartbeats, AUTO)
+    assert inactivity is not None
+    assert (inactivity.local_rank, inactivity.seconds, inactivity.limit) == (0, 30.0, 300.0)
     assert longest_inactivity(130.0, 50.0, {}, AUTO) is None
     late = longest_inactivity(951.0, 50.0, {0: Heartbeat(is_attached=True)}, AUTO)
     assert late is not None
@@ -72,17 +76,17 @@ def test_longest_inactivity_is_that_of_the_worker_nearest_to_its_timeout() -> No
 
 def test_workers_that_report_no_steps_are_ignored() -> None:
     assert longest_inactivity(1e6, 0.0, {0: Heartbeat()}, AUTO) is None
-    beats = {0: beat(9e5, 0.1), 1: Heartbeat(is_attached=True)}
-    found = longest_inactivity(9e5 + 1, 0.0, beats, AUTO)
-    assert found is not None
-    assert (found.local_rank, found.seconds) == (0, 1.0)
+    heartbeats = {0: create_heartbeat(9e5, 0.1), 1: Heartbeat(is_attached=True)}
+    inactivity = longest_inactivity(9e5 + 1, 0.0, heartbeats, AUTO)
+    assert inactivity is not None
+    assert (inactivity.local_rank, inactivity.seconds) == (0, 1.0)
 
 
 def test_a_worker_that_saves_or_calls_should_stop_is_active() -> None:
-    saving = attrs.evolve(beat(0.0, 0.1), last_activity_at=99.0)
-    found = longest_inactivity(100.0, 0.0, {0: saving}, AUTO)
-    assert found is not None
-    assert found.seconds == 1.0
+    saving = attrs.evolve(create_heartbeat(0.0, 0.1), last_activity_at=99.0)
+    inactivity = longest_inactivity(100.0, 0.0, {0: saving}, AUTO)
+    assert inactivity is not None
+    assert inactivity.seconds == 1.0
 
 
 def test_the_slowest_rank_is_the_longest_inactive_one_at_the_lowest_step() -> None:
@@ -104,42 +108,45 @@ def test_the_slowest_rank_is_the_longest_inactive_one_at_the_lowest_step() -> No
     )
 
 
-class Watched:
-    """Two workers, the first of which reported its last step at 100 s, and maybe another node."""
+class DetectorHarness:
+    """A detector for two workers. The first of them reported its last step at 100 s."""
 
     def __init__(self, limit: float = 8.0, others: int = 0) -> None:
         self.now = 100.0
-        self.beats = {0: beat(100.0), 1: Heartbeat(is_attached=True, last_activity_at=100.0)}
+        self.heartbeats = {
+            0: create_heartbeat(100.0),
+            1: Heartbeat(is_attached=True, last_activity_at=100.0),
+        }
         self.did: list[AgentCommand] = []
         limits = HangLimits(timeout=limit)
         self.watch = HangDetector(
             limits, "a", {0: 0, 1: 1}, node_rank=0, num_peers=others, started_at=100.0
         )
 
-    def look(self, at: float) -> list[AgentCommand]:
+    def poll(self, at: float) -> list[AgentCommand]:
         """Poll the detector at this time, and return its commands."""
         self.now = at
-        self.watch, commands = self.watch.poll(at, self.beats)
+        self.watch, commands = self.watch.poll(at, self.heartbeats)
         return list(commands)
 
-    def dumped(self, at: float, stacks: dict[int, str]) -> list[AgentCommand]:
+    def report_stacks(self, at: float, stacks: dict[int, str]) -> list[AgentCommand]:
         self.watch, commands = self.watch.on_stacks(at, stacks)
         return list(commands)
 
-    def look_until(self, at: float) -> list[AgentCommand]:
-        """The same of all looks until then, each when it is due."""
-        done: list[AgentCommand] = []
+    def poll_until(self, at: float) -> list[AgentCommand]:
+        """Poll whenever a poll is due, until this time, and return all commands."""
+        commands: list[AgentCommand] = []
         while self.watch.next_poll_at <= at and self.watch.suspect is None:
-            done += self.look(self.watch.next_poll_at)
-        return done
+            commands += self.poll(self.watch.next_poll_at)
+        return commands
 
 
 def test_a_rank_that_reports_no_steps_is_not_named_as_hung() -> None:
-    watched = Watched()
-    assert watched.look_until(200.0) == [DumpStacks()]
-    assert watched.look(109.0) == [], "nobody is stopped before the evidence is there"
-    assert watched.dumped(109.0, {0: "in a loop", 1: "in a wait"}) == []
-    (hung,) = watched.look(109.0)
+    harness = DetectorHarness()
+    assert harness.poll_until(200.0) == [DumpStacks()]
+    assert harness.poll(109.0) == [], "no worker is stopped before its stacks have been read"
+    assert harness.report_stacks(109.0, {0: "in a loop", 1: "in a wait"}) == []
+    (hung,) = harness.poll(109.0)
     assert isinstance(hung, HangDetected)
     assert hung.stacks == "the stacks of rank 0, at step 4:\nin a loop"
     assert hung.reason == (
@@ -150,65 +157,69 @@ def test_a_rank_that_reports_no_steps_is_not_named_as_hung() -> None:
 
 
 def test_a_pause_of_the_whole_process_does_not_count_as_inactivity() -> None:
-    watched = Watched()
-    assert watched.look(1000.0) == []
-    assert watched.look_until(1007.5) == []
-    assert watched.look_until(1008.0) == [DumpStacks()]
+    harness = DetectorHarness()
+    assert harness.poll(1000.0) == []
+    assert harness.poll_until(1007.5) == []
+    assert harness.poll_until(1008.0) == [DumpStacks()]
 
 
 def test_a_worker_that_makes_a_step_again_is_not_hung() -> None:
-    watched = Watched()
-    watched.look_until(107.5)
-    watched.beats[0] = beat(107.5)
-    assert watched.look_until(115.0) == []
-    assert watched.look_until(116.0) == [DumpStacks()]
+    harness = DetectorHarness()
+    harness.poll_until(107.5)
+    harness.heartbeats[0] = create_heartbeat(107.5)
+    assert harness.poll_until(115.0) == []
+    assert harness.poll_until(116.0) == [DumpStacks()]
 
 
 def test_progress_of_other_nodes_is_awaited_for_a_limited_time() -> None:
     for answers in (True, False):
-        watched = Watched(others=1)
-        heard, _, dump = watched.look_until(200.0)
-        assert (heard, dump) == (Subscribe("hang/"), DumpStacks())
-        assert watched.look(200.0) == []
-        (said,) = watched.dumped(200.0, {})
-        assert isinstance(said, Publish), "the others hear of it once its evidence is there"
-        assert [pulse.rank for pulse in decode_progress(said.value)] == [0, 1]
-        assert watched.look(202.0) == []
+        harness = DetectorHarness(others=1)
+        subscription, _, dump = harness.poll_until(200.0)
+        assert (subscription, dump) == (Subscribe("hang/"), DumpStacks())
+        assert harness.poll(200.0) == []
+        (published,) = harness.report_stacks(200.0, {})
+        assert isinstance(published, Publish), (
+            "the node publishes its progress once it has the stacks"
+        )
+        assert [pulse.rank for pulse in decode_progress(published.value)] == [0, 1]
+        assert harness.poll(202.0) == []
         if answers:
-            watched.watch = watched.watch.on_peer_reports({"0": said.value, "1": OTHER})
-        (hung,) = watched.look(202.0 if answers else 203.0)
+            harness.watch = harness.watch.on_peer_reports({"0": published.value, "1": OTHER})
+        (hung,) = harness.poll(202.0 if answers else 203.0)
         assert isinstance(hung, HangDetected)
         assert hung.reason.startswith(f"hung: rank {2 if answers else 0} on ")
 
 
 def test_stacks_are_reported_if_the_node_is_stopped_before_a_hang_is_confirmed() -> None:
-    watched = Watched(others=1)
-    assert watched.watch.stack_report() == ""
-    watched.look_until(200.0)
-    assert watched.watch.stack_report() == ""
-    watched.dumped(200.0, {0: "in a loop", 1: "in a wait"})
-    assert watched.look(201.0) == [], "the other node has not said what it knows"
-    assert watched.watch.stack_report() == "the stacks of rank 0, at step 4:\nin a loop"
+    harness = DetectorHarness(others=1)
+    assert harness.watch.stack_report() == ""
+    harness.poll_until(200.0)
+    assert harness.watch.stack_report() == ""
+    harness.report_stacks(200.0, {0: "in a loop", 1: "in a wait"})
+    assert harness.poll(201.0) == [], "the other node has not published its progress"
+    assert harness.watch.stack_report() == "the stacks of rank 0, at step 4:\nin a loop"
 
 
 def test_the_rarest_stacks_are_shown_first_for_ranks_at_the_same_step() -> None:
     """Collectives keep all ranks at the same step, and most ranks wait in one."""
-    watched = Watched()
-    watched.beats = {local: attrs.evolve(beat(100.0), step=4) for local in range(3)}
-    watched.watch = attrs.evolve(watched.watch, ranks={0: 0, 1: 1, 2: 2})
-    watched.look_until(200.0)
-    watched.dumped(200.0, {0: "in a wait", 1: "in a wait", 2: "in a loader"})
-    assert watched.watch.stack_report() == (
+    harness = DetectorHarness()
+    harness.heartbeats = {
+        local: attrs.evolve(create_heartbeat(100.0), step=4) for local in range(3)
+    }
+    harness.watch = attrs.evolve(harness.watch, ranks={0: 0, 1: 1, 2: 2})
+    harness.poll_until(200.0)
+    harness.report_stacks(200.0, {0: "in a wait", 1: "in a wait", 2: "in a loader"})
+    assert harness.watch.stack_report() == (
         "the stacks of rank 2, at step 4:\nin a loader\n\n"
         "the stacks of ranks 0-1, at step 4:\nin a wait"
     )
 
 
 def test_a_hang_of_another_node_halves_the_timeout() -> None:
-    watched = Watched(others=1)
-    watched.watch = watched.watch.on_peer_reports({"1": OTHER})
-    assert watched.look_until(103.5) == []
-    assert watched.look_until(104.0) == [Subscribe("hang/"), DumpStacks()]
+    harness = DetectorHarness(others=1)
+    harness.watch = harness.watch.on_peer_reports({"1": OTHER})
+    assert harness.poll_until(103.5) == []
+    assert harness.poll_until(104.0) == [Subscribe("hang/"), DumpStacks()]
 
 
 def test_a_rank_of_another_node_in_its_first_step_can_be_the_hung_one() -> None:

@@ -17,47 +17,47 @@ from elasticlib.rendezvous.interface import RendezvousInfo, RendezvousStoreInfo,
 from elasticlib.stores.interface import CompareSetResult, Entry, Listing, WatchResult
 
 NODES = tuple(Node(f"n{i}", f"n{i}", "127.0.0.1", 1) for i in range(2))
-PATIENCE = 30.0
+TIMEOUT_S = 30.0
 
 
-class Side:
+class ExchangeNode:
     """The exchange of one node, and the messages that it has received."""
 
     def __init__(self, store: Store | None, rank: int = 0) -> None:
-        self.heard: queue.SimpleQueue[PeerMessages | str] = queue.SimpleQueue()
-        self.board = PeerExchange(self.heard.put, self.heard.put)
+        self.received: queue.SimpleQueue[PeerMessages | str] = queue.SimpleQueue()
+        self.exchange = PeerExchange(self.received.put, self.received.put)
         self.open(store, rank)
 
-    def open(self, store: Store | None, rank: int = 0, board: str = "run/board/1.a/") -> None:
-        seat = assign_ranks(NODES)[rank]
-        place = RendezvousStoreInfo("127.0.0.1", 1)
-        self.board.start_generation(
-            RendezvousInfo("run", 1, seat, place, store=store, exchange_prefix=board)
+    def open(self, store: Store | None, rank: int = 0, exchange: str = "run/board/1.a/") -> None:
+        assignment = assign_ranks(NODES)[rank]
+        master = RendezvousStoreInfo("127.0.0.1", 1)
+        self.exchange.start_generation(
+            RendezvousInfo("run", 1, assignment, master, store=store, exchange_prefix=exchange)
         )
 
-    def hears(self, **posts: bytes) -> None:
-        """Waits until exactly these are gathered."""
+    def wait_for_messages(self, **messages: bytes) -> None:
+        """Wait until exactly these messages have been received."""
         while True:
-            news = self.heard.get(timeout=PATIENCE)
-            assert isinstance(news, PeerMessages)
-            if news.messages == posts:
+            received = self.received.get(timeout=TIMEOUT_S)
+            assert isinstance(received, PeerMessages)
+            if received.messages == messages:
                 return
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., Side]]:
-    sides: list[Side] = []
+def create() -> Iterator[Callable[..., ExchangeNode]]:
+    nodes: list[ExchangeNode] = []
 
-    def make(store: Store | None, rank: int = 0) -> Side:
-        sides.append(Side(store, rank))
-        return sides[-1]
+    def create(store: Store | None, rank: int = 0) -> ExchangeNode:
+        nodes.append(ExchangeNode(store, rank))
+        return nodes[-1]
 
-    yield make
-    for side in sides:
-        side.board.close()
+    yield create
+    for node in nodes:
+        node.exchange.close()
 
 
-class Pushing(MemoryStore):
+class PushingStore(MemoryStore):
     """A store that delivers changes to a callback, so that `wait` is never called."""
 
     def __init__(self) -> None:
@@ -81,38 +81,38 @@ class Pushing(MemoryStore):
 
     def wait(self, prefix: str, *, after: int, timeout: float) -> bool:
         del prefix, after, timeout
-        raise AssertionError("nobody need wait for a store that pushes")
+        raise AssertionError("a store that pushes changes needs no wait")
 
     def compare_set(
         self, key: str, value: bytes, *, expected: int, ttl: float | None = None
     ) -> CompareSetResult:
-        done = super().compare_set(key, value, expected=expected, ttl=ttl)
+        result = super().compare_set(key, value, expected=expected, ttl=ttl)
         watching, self.watching = self.watching, []
         for prefix, changed in watching:
             changed(self.list(prefix))
-        return done
+        return result
 
 
-@pytest.mark.parametrize("kind", [MemoryStore, Pushing])
+@pytest.mark.parametrize("kind", [MemoryStore, PushingStore])
 def test_all_nodes_receive_a_message_and_the_first_value_of_a_topic_is_kept(
-    kind: type[MemoryStore], make: Callable[..., Side]
+    kind: type[MemoryStore], create: Callable[..., ExchangeNode]
 ) -> None:
     store = kind()
-    one, other = make(store, 0), make(store, 1)
-    one.board.subscribe("stop/")
-    one.hears()
-    other.board.publish(Publish("stop/", "b", b"1", only_if_absent=True))
-    one.hears(b=b"1")
-    one.board.publish(Publish("stop/", "b", b"2", only_if_absent=True))
-    one.board.publish(Publish("stop/", "a", b"3", only_if_absent=True))
-    one.board.publish(Publish("else/", "c", b"4", only_if_absent=True))
-    one.hears(a=b"3", b=b"1")
-    other.board.subscribe("stop/")
-    other.hears(a=b"3", b=b"1")
+    one, other = create(store, 0), create(store, 1)
+    one.exchange.subscribe("stop/")
+    one.wait_for_messages()
+    other.exchange.publish(Publish("stop/", "b", b"1", only_if_absent=True))
+    one.wait_for_messages(b=b"1")
+    one.exchange.publish(Publish("stop/", "b", b"2", only_if_absent=True))
+    one.exchange.publish(Publish("stop/", "a", b"3", only_if_absent=True))
+    one.exchange.publish(Publish("else/", "c", b"4", only_if_absent=True))
+    one.wait_for_messages(a=b"3", b=b"1")
+    other.exchange.subscribe("stop/")
+    other.wait_for_messages(a=b"3", b=b"1")
 
 
-class Faltering(MemoryStore):
-    """Answers the first few calls of each kind with an error."""
+class FailingStore(MemoryStore):
+    """A store that fails the first few calls of each kind."""
 
     failures = 3
 
@@ -137,58 +137,64 @@ class Faltering(MemoryStore):
         return super().compare_set(key, value, expected=expected, ttl=ttl)
 
 
-def test_a_store_that_fails_is_retried_until_it_answers(make: Callable[..., Side]) -> None:
-    store = Faltering()
-    side = make(store)
-    side.board.publish(Publish("stop/", "a", b"1", only_if_absent=True))
-    side.board.subscribe("stop/")
-    side.hears(a=b"1")
+def test_a_store_that_fails_is_retried_until_it_answers(
+    create: Callable[..., ExchangeNode],
+) -> None:
+    store = FailingStore()
+    node = create(store)
+    node.exchange.publish(Publish("stop/", "a", b"1", only_if_absent=True))
+    node.exchange.subscribe("stop/")
+    node.wait_for_messages(a=b"1")
     assert store.left == {"list": 0, "set": 0}
 
 
 @pytest.mark.parametrize("error", [StoreRejectedError, ZeroDivisionError])
 def test_a_rejected_message_is_logged_and_others_are_still_exchanged(
-    error: type[Exception], make: Callable[..., Side]
+    error: type[Exception], create: Callable[..., ExchangeNode]
 ) -> None:
-    store = Faltering(error)
+    store = FailingStore(error)
     store.left["list"] = 1
-    side = make(store)
-    side.board.subscribe("stop/")
-    assert side.heard.get(timeout=PATIENCE) == PeerMessages("run/board/1.a/", "stop/", None)
-    side.board.subscribe("cause/")
-    side.hears()
+    node = create(store)
+    node.exchange.subscribe("stop/")
+    assert node.received.get(timeout=TIMEOUT_S) == PeerMessages("run/board/1.a/", "stop/", None)
+    node.exchange.subscribe("cause/")
+    node.wait_for_messages()
 
 
-def test_messages_of_another_generation_are_not_received(make: Callable[..., Side]) -> None:
+def test_messages_of_another_generation_are_not_received(
+    create: Callable[..., ExchangeNode],
+) -> None:
     store = MemoryStore()
-    one, other = make(store, 0), make(store, 1)
-    other.board.publish(Publish("cause/", "first", b"old", only_if_absent=True))
-    for side, rank in ((one, 0), (other, 1)):
-        side.open(store, rank, board="run/board/2.b/")
-    other.board.publish(Publish("cause/", "first", b"new", only_if_absent=True))
-    one.board.subscribe("cause/")
-    one.hears(first=b"new")
+    one, other = create(store, 0), create(store, 1)
+    other.exchange.publish(Publish("cause/", "first", b"old", only_if_absent=True))
+    for node, rank in ((one, 0), (other, 1)):
+        node.open(store, rank, exchange="run/board/2.b/")
+    other.exchange.publish(Publish("cause/", "first", b"new", only_if_absent=True))
+    one.exchange.subscribe("cause/")
+    one.wait_for_messages(first=b"new")
 
 
 @pytest.mark.parametrize("store", [None, MemoryStore()])
 def test_a_node_without_peers_or_a_store_exchanges_no_messages(store: Store | None) -> None:
     before = threading.active_count()
-    side = Side(None)
+    node = ExchangeNode(None)
     if store is not None:
-        (seat,) = assign_ranks(NODES[:1])
-        place = RendezvousStoreInfo("127.0.0.1", 1)
-        side.board.start_generation(
-            RendezvousInfo("run", 1, seat, place, store=store, exchange_prefix="run/board/1.a/")
+        (assignment,) = assign_ranks(NODES[:1])
+        master = RendezvousStoreInfo("127.0.0.1", 1)
+        node.exchange.start_generation(
+            RendezvousInfo(
+                "run", 1, assignment, master, store=store, exchange_prefix="run/board/1.a/"
+            )
         )
-    assert side.board.prefix == ""
-    side.board.publish(Publish("stop/", "a", b"1"))
-    side.board.subscribe("stop/")
+    assert node.exchange.prefix == ""
+    node.exchange.publish(Publish("stop/", "a", b"1"))
+    node.exchange.subscribe("stop/")
     assert threading.active_count() == before
-    side.board.close()
-    assert side.heard.empty()
+    node.exchange.close()
+    assert node.received.empty()
 
 
-class Hanging(MemoryStore):
+class HangingStore(MemoryStore):
     """A store that does not answer until an event is set."""
 
     def __init__(self) -> None:
@@ -196,15 +202,15 @@ class Hanging(MemoryStore):
         self.answer = threading.Event()
 
     def set(self, key: str, value: bytes, *, ttl: float | None = None) -> Entry:
-        self.answer.wait(PATIENCE)
+        self.answer.wait(TIMEOUT_S)
         return super().set(key, value, ttl=ttl)
 
 
 def test_a_store_that_hangs_does_not_block_the_callers() -> None:
-    store = Hanging()
-    side = Side(store)
-    side.board.publish(Publish("also/", "0", b"[]"))
-    with contextlib.closing(side.board):
+    store = HangingStore()
+    node = ExchangeNode(store)
+    node.exchange.publish(Publish("also/", "0", b"[]"))
+    with contextlib.closing(node.exchange):
         pass
     assert not store.answer.is_set(), "it was not waited for"
     store.answer.set()

@@ -48,11 +48,11 @@ USR2 = DrainRequested(12, "SIGUSR2", "drain")
 STOP = DrainRequested(0, "a stop request", "drain", ends_job=True)
 
 
-def ended(local_rank: int, code: int = 0) -> WorkerExited:
+def worker_exited(local_rank: int, code: int = 0) -> WorkerExited:
     return WorkerExited(WorkerExit(local_rank, rank=local_rank, pid=100, returncode=code))
 
 
-def changed(kind: ChangeKind) -> MembershipChanged:
+def membership_changed(kind: ChangeKind) -> MembershipChanged:
     return MembershipChanged(Change(kind, f"because {kind.value}"))
 
 
@@ -61,28 +61,30 @@ EVENTS: dict[str, AgentEvent] = {
     "settled in part": GenerationFormed(frozenset({1}), standby_ranks=frozenset({0})),
     "join ended": RendezvousEnded(FAILED),
     "start failed": WorkerStartFailed("no such file"),
-    "worker done": ended(0),
-    "worker failed": ended(0, 1),
+    "worker done": worker_exited(0),
+    "worker failed": worker_exited(0, 1),
     "stopped": WorkersStopped(),
     "stopped but for": WorkersStopped("pid 7"),
-    "reopened": changed(ChangeKind.GENERATION_ENDED),
-    "job succeeded": changed(ChangeKind.SUCCEEDED),
-    "job failed": changed(ChangeKind.FAILED),
-    "expelled": changed(ChangeKind.EVICTED),
-    "surplus": changed(ChangeKind.NOT_NEEDED),
-    "store lost": changed(ChangeKind.STORE_LOST),
+    "reopened": membership_changed(ChangeKind.GENERATION_ENDED),
+    "job succeeded": membership_changed(ChangeKind.SUCCEEDED),
+    "job failed": membership_changed(ChangeKind.FAILED),
+    "expelled": membership_changed(ChangeKind.EVICTED),
+    "surplus": membership_changed(ChangeKind.NOT_NEEDED),
+    "store lost": membership_changed(ChangeKind.STORE_LOST),
     "signal": TERM,
     "drain": USR2,
     "stop": STOP,
-    "resize": changed(ChangeKind.RESIZE),
-    "restart": changed(ChangeKind.RESTART),
-    "restart, keeps": attrs.evolve(changed(ChangeKind.RESTART), can_regroup=True),
+    "resize": membership_changed(ChangeKind.RESIZE),
+    "restart": membership_changed(ChangeKind.RESTART),
+    "restart, keeps": attrs.evolve(membership_changed(ChangeKind.RESTART), can_regroup=True),
     "start failed, keeps": WorkerStartFailed("no such file", can_regroup=True),
-    "worker failed, keeps": attrs.evolve(ended(0, 1), can_regroup=True),
+    "worker failed, keeps": attrs.evolve(worker_exited(0, 1), can_regroup=True),
     "hung, keeps": HangDetected("silent", can_regroup=True),
-    "reopened, keeps": attrs.evolve(changed(ChangeKind.GENERATION_ENDED), can_regroup=True),
-    "resize, keeps": attrs.evolve(changed(ChangeKind.RESIZE), can_regroup=True),
-    "job failed, keeps": attrs.evolve(changed(ChangeKind.FAILED), can_regroup=True),
+    "reopened, keeps": attrs.evolve(
+        membership_changed(ChangeKind.GENERATION_ENDED), can_regroup=True
+    ),
+    "resize, keeps": attrs.evolve(membership_changed(ChangeKind.RESIZE), can_regroup=True),
+    "job failed, keeps": attrs.evolve(membership_changed(ChangeKind.FAILED), can_regroup=True),
     "stopped, with spare": WorkersStopped(standby_ranks=frozenset({1})),
     "others go on": PeersStillTraining(frozenset({0, 1})),
 }
@@ -237,9 +239,9 @@ def test_each_event_in_each_state_has_one_transition(state: AgentState, name: st
 def test_a_node_joins_before_its_workers_start_unless_one_has_survived() -> None:
     now, _ = transition(SupervisorState(), PeersStillTraining(frozenset({0, 1})))
     assert now.is_prestarting
-    now, _ = transition(now, ended(0, 1))
+    now, _ = transition(now, worker_exited(0, 1))
     assert (now.is_prestarting, now.standby_ranks) == (True, {1})
-    last, _ = transition(now, ended(1, 1))
+    last, _ = transition(now, worker_exited(1, 1))
     assert (last.is_prestarting, last.standby_ranks) == (False, frozenset())
     assert not transition(now, WorkerStartFailed("no such file"))[0].is_prestarting
     settled, _ = transition(now, GenerationFormed(frozenset({0, 1})))
@@ -251,14 +253,14 @@ def test_a_node_joins_before_its_workers_start_unless_one_has_survived() -> None
 
 def test_the_node_is_finished_when_its_last_worker_is_done() -> None:
     now, _ = transition(SupervisorState(), GenerationFormed(frozenset({0, 1})))
-    now, _ = transition(now, ended(0))
-    now, actions = transition(now, ended(1))
+    now, _ = transition(now, worker_exited(0))
+    now, actions = transition(now, worker_exited(1))
     assert (now.state, actions) == (AgentState.FINISHED, (ReportSuccess(),))
 
 
 def test_the_first_reason_to_end_is_reported() -> None:
     now = SupervisorState(AgentState.RUNNING, running_ranks=frozenset({0}))
-    now, _ = transition(now, changed(ChangeKind.EVICTED))
+    now, _ = transition(now, membership_changed(ChangeKind.EVICTED))
     now, _ = transition(now, TERM)
     now, _ = transition(now, WorkersStopped())
     assert now.outcome == RunOutcome(WorkerState.FAILED, "because evicted", evicted=True)
@@ -272,7 +274,9 @@ def test_an_unkillable_worker_is_named_in_the_outcome() -> None:
 
 
 def test_a_node_whose_workers_succeeded_does_not_fail_with_the_store() -> None:
-    now, _ = transition(SupervisorState(AgentState.FINISHED), changed(ChangeKind.STORE_LOST))
+    now, _ = transition(
+        SupervisorState(AgentState.FINISHED), membership_changed(ChangeKind.STORE_LOST)
+    )
     assert now.outcome is not None
     assert now.outcome.state is WorkerState.SUCCEEDED
 
@@ -280,7 +284,7 @@ def test_a_node_whose_workers_succeeded_does_not_fail_with_the_store() -> None:
 @pytest.mark.parametrize(("code", "killed"), [(2, False), (-9, True)])
 def test_a_failure_is_reported_with_whether_the_worker_was_killed(code: int, killed: bool) -> None:
     now = SupervisorState(AgentState.RUNNING, running_ranks=frozenset({0}))
-    failed = ended(0, code)
+    failed = worker_exited(0, code)
     _, actions = transition(now, failed)
     assert actions[0] == ReportFailure(failed.exit.describe(), killed)
 
@@ -303,7 +307,12 @@ def test_the_outcome_distinguishes_a_drain_from_a_stop(state: AgentState) -> Non
 
 def test_a_drain_ends_as_a_drain_after_further_signals() -> None:
     now, _ = transition(SupervisorState(AgentState.RUNNING, running_ranks=frozenset({0})), USR2)
-    for event in (changed(ChangeKind.RESIZE), TERM, ended(0, 1), WorkersStopped()):
+    for event in (
+        membership_changed(ChangeKind.RESIZE),
+        TERM,
+        worker_exited(0, 1),
+        WorkersStopped(),
+    ):
         now, _ = transition(now, event)
     assert now.outcome is not None
     assert (now.state, now.outcome.state) == (AgentState.ENDED, WorkerState.DRAINED)
@@ -317,7 +326,10 @@ def test_a_drain_is_a_stop_once_the_whole_job_is_stopped() -> None:
     assert actions == (ReportDrain("a stop request", ends_job=True),)
     assert transition(now, USR2) == (now, ()), "a later drain changes nothing"
     # A signal and a failure are more specific than the request.
-    for event, state in ((TERM, WorkerState.STOPPED), (changed(ChangeKind.FAILED), FAILED.state)):
+    for event, state in (
+        (TERM, WorkerState.STOPPED),
+        (membership_changed(ChangeKind.FAILED), FAILED.state),
+    ):
         ending, _ = transition(running, event)
         after, actions = transition(ending, STOP)
         assert after.outcome is not None
@@ -326,7 +338,7 @@ def test_a_drain_is_a_stop_once_the_whole_job_is_stopped() -> None:
 
 def test_workers_that_wait_for_a_place_are_not_kept_for_a_restart() -> None:
     finished = SupervisorState(AgentState.FINISHED, standby_ranks=frozenset({1}))
-    after, actions = transition(finished, changed(ChangeKind.RESTART))
+    after, actions = transition(finished, membership_changed(ChangeKind.RESTART))
     assert (after.state, after.must_restart, actions) == (
         AgentState.STOPPING,
         True,

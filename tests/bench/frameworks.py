@@ -52,10 +52,10 @@ def time_recovery(name: str, method: str) -> float:
         try:
             training = FrameworkJob(job, name)
             training.start_flags = start_flags(name, method)
-            node = training.alone("node", "--max-restarts", "1", kills=str(KILL_STEP))
+            node = training.start_single("node", "--max-restarts", "1", kills=str(KILL_STEP))
 
             def first_step_at() -> float:
-                lines = training.lines()
+                lines = training.read_lines()
                 if any(line["generation"] == 2 and "step" in line for line in lines):
                     return time.monotonic()
                 assert node.process.poll() is None, node.text

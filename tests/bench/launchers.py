@@ -127,7 +127,7 @@ LAUNCHERS = (
         "torchft",
         "Each worker is a replica, under a torchrun that restarts it. The lighthouse waits 0.1 s "
         "for late replicas and 1 s for heartbeats. A replica that runs alone computes half of each "
-        "batch. There are no checkpoints, because the other replica has the state.",
+        "batch. Every fourth step is saved as a checkpoint, in case both replicas are lost.",
         "torchft-nightly",
         torchft,
     ),

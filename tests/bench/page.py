@@ -46,7 +46,7 @@ ALL = (
         "recovery",
         "--spawn --rest 5",
         quick="--parts restart,start --rounds 1 --kills 1 --repeat 1",
-        timeout_s=420,
+        timeout_s=600,
     ),
     Benchmark(
         "rendezvous",

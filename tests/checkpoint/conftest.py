@@ -1,4 +1,4 @@
-"""What several files of tests of checkpoints need."""
+"""Fixtures for tests of checkpoints: a small disk, disks that do not sync, and agent memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 200 KiB."""
+    """Mount a file system of 200 KiB."""
     place = tmp_path / "mounted"
     place.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(place)]
@@ -24,8 +24,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _unsynced() -> Iterator[None]:
-    """No machine loses its power here, and to sync a disk that others write to takes milliseconds.
-    When a commit syncs what is test_power_loss's, whose disk heeds the calls alone."""
+    """Replace fsync by a function without effect, because it is slow on a disk with other writers.
+
+    `test_power_loss.py` tests when a commit calls it. The disk of that test only records calls.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
         yield
@@ -33,8 +35,7 @@ def _unsynced() -> Iterator[None]:
 
 @pytest.fixture
 def generation_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Folder of generation 1 in an agent's snapshot memory; the environment names it as a worker's
-    does."""
+    """Create the directory of attempt 1 in the memory of an agent, and set its variable."""
     folder = tmp_path / "memory" / "1"
     folder.mkdir(parents=True)
     monkeypatch.setenv("ELASTICLIB_SNAPSHOTS", str(folder))
@@ -43,6 +44,6 @@ def generation_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def kept(generation_memory: Path) -> Path:
-    """An agent's snapshot memory, with a folder for each generation."""
+def agent_memory(generation_memory: Path) -> Path:
+    """Return the memory directory of the agent, which has a directory for each attempt."""
     return generation_memory.parent

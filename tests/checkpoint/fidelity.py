@@ -1,4 +1,4 @@
-"""States of the fidelity matrix, and functions that ranks run: see test_fidelity."""
+"""States of the fidelity matrix, and functions that ranks run for `test_fidelity.py`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
-from managers import manager_at
-from sample_states import in_words
+from managers import create_manager
+from sample_states import describe
 from sharding import bits
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -42,7 +42,7 @@ MORE_OPTIONS: Mapping[str, dict[str, Any]] = {
 
 
 def accepts(optimizer: str, form: str) -> bool:
-    """Return whether an optimizer has this form. Each has a plain one."""
+    """Return whether an optimizer has this form. Every optimizer has the form `plain`."""
     [option] = OPTIONS[form]
     return form == "plain" or option in inspect.signature(OPTIMIZERS[optimizer]).parameters
 
@@ -51,13 +51,13 @@ FORMS = [(name, form) for name in sorted(OPTIMIZERS) for form in OPTIONS if acce
 
 
 class Layouts(torch.nn.Module):
-    """Parameters of all layouts, two of which are the same one."""
+    """Parameters of all memory layouts. Two names refer to the same parameter."""
 
     def __init__(self, optimizer: str) -> None:
         super().__init__()
         values = torch.arange(24.0) / 8 + 1
         parameters = {"contiguous": values.view(4, 6), "transposed": values.view(6, 4).t()}
-        if optimizer != "Muon":  # which takes matrices only
+        if optimizer != "Muon":  # Muon accepts matrices only.
             image = values.view(1, 2, 3, 4).to(memory_format=torch.channels_last)
             parameters |= {"channels_last": image, "vector": values.clone(), "scalar": values[0]}
         for name, value in parameters.items():
@@ -67,15 +67,15 @@ class Layouts(torch.nn.Module):
         self.register_buffer("counts", torch.arange(3))
 
 
-def with_optimizer(optimizer: str, form: str, steps: int) -> dict[str, Any]:
+def create_trained(optimizer: str, form: str, steps: int) -> dict[str, Any]:
     """Return a model and its optimizer after some steps."""
     model = Layouts(optimizer)
     [option] = OPTIONS[form]
     options = dict(MORE_OPTIONS.get(optimizer, {}))
     if option in inspect.signature(OPTIMIZERS[optimizer]).parameters:
         options |= OPTIONS[form]
-    made = OPTIMIZERS[optimizer](model.parameters(), lr=0.05, **options)  # type: ignore[call-arg]
-    state = {"model": model, "optimizer": made}
+    instance = OPTIMIZERS[optimizer](model.parameters(), lr=0.05, **options)  # type: ignore[call-arg]
+    state = {"model": model, "optimizer": instance}
     train(state, range(steps))
     return state
 
@@ -98,8 +98,8 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     return isinstance(optimizer, torch.optim.LBFGS)
 
 
-def of_containers(seed: int) -> dict[str, Any]:
-    """Return a state of containers, scalars, arrays and generators' states."""
+def create_containers(seed: int) -> dict[str, Any]:
+    """Return a state with containers, scalars, arrays and states of random generators."""
     legacy, new = numpy.random.RandomState(seed), numpy.random.default_rng(seed)
     tied = torch.arange(6.0).view(2, 3) + seed
     return {
@@ -129,48 +129,48 @@ def of_containers(seed: int) -> dict[str, Any]:
     }
 
 
-def matrix(steps: int) -> dict[str, Any]:
-    """Return everything in one state."""
-    states = {f"{name} {form}": with_optimizer(name, form, steps) for name, form in FORMS}
-    return {"containers": of_containers(steps + 1), **states}
+def create_matrix(steps: int) -> dict[str, Any]:
+    """Return a state with the whole matrix."""
+    states = {f"{name} {form}": create_trained(name, form, steps) for name, form in FORMS}
+    return {"containers": create_containers(steps + 1), **states}
 
 
-def words(state: Any) -> Any:
+def describe_objects(state: Any) -> Any:
     """Describe a state with objects in a form that `==` compares."""
     if isinstance(state, torch.nn.Module | torch.optim.Optimizer):
-        return in_words(state.state_dict())
+        return describe(state.state_dict())
     if isinstance(state, dict):
-        return {key: words(value) for key, value in state.items()}
-    return in_words(state)
+        return {key: describe_objects(value) for key, value in state.items()}
+    return describe(state)
 
 
 def restore_matrix(folder: Path) -> tuple[bool, str]:
     """Restore into a new state, and return whether it is equal, and the source."""
-    state = matrix(0)
+    state = create_matrix(0)
     place = {"run": "job", "rank": dist.get_rank(), "world": dist.get_world_size()}
-    with manager_at(folder / "checkpoints", place) as manager:
+    with create_manager(folder / "checkpoints", place) as manager:
         result = manager.restore(state)
-    return words(state) == words(matrix(2)), result.source
+    return describe_objects(state) == describe_objects(create_matrix(2)), result.source
 
 
 # -- sharded states --------------------------------------------------------------------------------
 
 
-def sharded(optimizer: str, form: str, steps: int) -> dict[str, Any]:
+def create_sharded(optimizer: str, form: str, steps: int) -> dict[str, Any]:
     """Return an FSDP2 model with tied weights and its optimizer after some steps."""
     torch.manual_seed(0)
-    biases = (False, optimizer != "Muon")  # which takes matrices only
+    biases = (False, optimizer != "Muon")  # Muon accepts matrices only.
     model = torch.nn.Sequential(*(torch.nn.Linear(5, 5, bias=b) for b in biases))
     model[1].weight = model[0].weight
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     fully_shard(model, mesh=mesh)
     options = {**MORE_OPTIONS.get(optimizer, {}), **(OPTIONS[form] if form != "plain" else {})}
-    made = OPTIMIZERS[optimizer](model.parameters(), lr=0.05, **options)  # type: ignore[call-arg]
+    instance = OPTIMIZERS[optimizer](model.parameters(), lr=0.05, **options)  # type: ignore[call-arg]
     for step in range(steps):
         for parameter in model.parameters():
             parameter.grad = torch.sin(parameter.detach() + step)
-        made.step()
-    return {"model": model, "optimizer": made}
+        instance.step()
+    return {"model": model, "optimizer": instance}
 
 
 def save_sharded(folder: Path) -> Any:
@@ -179,7 +179,7 @@ def save_sharded(folder: Path) -> Any:
     for name, form in FORMS:
         # Some optimizers cannot be used with DTensors.
         with contextlib.suppress(NotImplementedError, RuntimeError, TypeError):
-            states[f"{name} {form}"] = sharded(name, form, 2)
+            states[f"{name} {form}"] = create_sharded(name, form, 2)
     memory = folder / f"memory{dist.get_rank()}" / "1"
     memory.mkdir(parents=True)
     os.environ.update(ELASTICLIB_SNAPSHOTS=str(memory), ELASTICLIB_GENERATION="1", LOCAL_RANK="0")
@@ -191,7 +191,7 @@ def save_sharded(folder: Path) -> Any:
 
 def restore_sharded(folder: Path, names: list[str], memories: list[str]) -> tuple[str, Any]:
     """Restore all sharded states from disk, or from the memory of this rank's node."""
-    states = {name: sharded(*name.split(), 0) for name in names}
+    states = {name: create_sharded(*name.split(), 0) for name in names}
     for variable in ("ELASTICLIB_SNAPSHOTS", "ELASTICLIB_GENERATION"):
         os.environ.pop(variable, None)
     if memories:

@@ -1,4 +1,4 @@
-"""Managers of workers at any place in a job, storages that block or fail, and captured errors."""
+"""Managers of workers of any rank, storage that blocks or fails, and captured errors."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ NAMES = {
 }
 
 
-def manager_at(folder: Any, place: dict[str, object], **options: Any) -> CheckpointManager:
-    """Return the manager of a worker whose place in its job is given by the keys of `NAMES`."""
+def create_manager(folder: Any, place: dict[str, object], **options: Any) -> CheckpointManager:
+    """Return the manager of a worker. The keys of `place` are keys of `NAMES`."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in place.items():
             patch.setenv(NAMES[name], str(value))
@@ -37,29 +37,29 @@ def manager_at(folder: Any, place: dict[str, object], **options: Any) -> Checkpo
     return manager
 
 
-class Gated(LocalStorage):
-    """Writes no data before `gate` is set. Raises the error of a full disk if `full` is true."""
+class GatedStorage(LocalStorage):
+    """Storage that writes no data before `gate` is set, and fails like a full disk if `full`."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self.asked, self.gate, self.full = threading.Event(), threading.Event(), False
+        self.is_writing, self.gate, self.full = threading.Event(), threading.Event(), False
 
     def write(self, name: str, data: memoryview) -> int:
-        self.asked.set()
+        self.is_writing.set()
         assert self.gate.wait(60)
         if self.full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return super().write(name, data)
 
 
-def memory_of(folder: Path) -> SnapshotSource:
-    """That of a worker whose agent has its memory there."""
+def open_memory(folder: Path) -> SnapshotSource:
+    """Return the snapshot source of a worker whose agent has its memory in this directory."""
     (folder / "1").mkdir(parents=True)
     return SnapshotSource(SnapshotLocation(str(folder / "1"), "run", 1))
 
 
 @contextmanager
-def told() -> Iterator[list[str]]:
+def capture_errors() -> Iterator[list[str]]:
     """Yield a list, and append the message of a CheckpointError that the block raises."""
     messages: list[str] = []
     try:

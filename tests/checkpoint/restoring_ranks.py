@@ -1,4 +1,4 @@
-"""Scenarios of ranks that restore together: see test_restore_on_all_ranks."""
+"""Scenarios of ranks that restore together, for `test_restore_on_all_ranks.py`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class PackFiles(StateSource):
 
     def list_states(self) -> list[StoredState]:
         if self.fault.get("list"):
-            raise OSError("the disk is gone")
+            raise OSError("the disk was removed")
         return [*{StoredState(*json.loads(name)[1:]) for name in os.listdir(self.path)}]
 
     def view(self, stored: StoredState, part: int = 0) -> memoryview:

@@ -1,4 +1,4 @@
-"""States that hold one of everything that a checkpoint accepts, and their exact comparison."""
+"""States with one value of every supported type, and their exact comparison."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from elasticlib.checkpoint.tensor_layout import StridedLayout
 
 
-def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """A model and an AdamW whose numbers are no computer's to round."""
+def create_trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Return a model and an AdamW whose values do not depend on the rounding of the machine."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
     with torch.no_grad():
@@ -29,7 +29,7 @@ def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def of_tensors() -> dict[str, Any]:
+def create_tensors() -> dict[str, Any]:
     memory = torch.arange(24, dtype=torch.int32)
     tied = torch.nn.Parameter(torch.arange(6.0).view(2, 3))
     image = torch.arange(24.0).view(1, 2, 3, 4).to(memory_format=torch.channels_last)
@@ -55,7 +55,7 @@ def of_tensors() -> dict[str, Any]:
     }
 
 
-def of_numpy() -> list[Any]:
+def create_numpy_values() -> list[Any]:
     return [
         numpy.arange(6.0).reshape(2, 3),
         numpy.asfortranarray(numpy.arange(6, dtype=">i2").reshape(2, 3)),
@@ -67,14 +67,14 @@ def of_numpy() -> list[Any]:
     ]
 
 
-def everything() -> dict[str, Any]:
-    """Objects with a state of their own are given as that."""
-    model, optimizer = trained()
+def create_all_values() -> dict[str, Any]:
+    """Return all values. Objects with a state are represented by their state dict."""
+    model, optimizer = create_trained()
     return {
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
-        "tensors": of_tensors(),
-        "numpy": of_numpy(),
+        "tensors": create_tensors(),
+        "numpy": create_numpy_values(),
         "random": [random.Random(3).getstate(), numpy.random.RandomState(3).get_state()],
         "torch": [torch.Size([2, 3]), torch.bfloat16, torch.device("cuda", 1)],
         "containers": [
@@ -89,7 +89,7 @@ def everything() -> dict[str, Any]:
     }
 
 
-def in_words(state: Any, seen: dict[object, int] | None = None) -> Any:
+def describe(state: Any, seen: dict[object, int] | None = None) -> Any:
     """Describe a state in a form that `==` compares.
 
     It contains types, the bits of each element, the strides of dense tensors, and which tensors are
@@ -110,20 +110,20 @@ def in_words(state: Any, seen: dict[object, int] | None = None) -> Any:
     if isinstance(state, numpy.generic):
         return type(state), state.dtype.str, state.tobytes()
     if isinstance(state, dict):
-        items = [(in_words(key, seen), in_words(item, seen)) for key, item in state.items()]
-        return type(state), items, getattr(state, "default_factory", None), attributes(state)
+        items = [(describe(key, seen), describe(item, seen)) for key, item in state.items()]
+        return type(state), items, getattr(state, "default_factory", None), read_attributes(state)
     if isinstance(state, list | tuple):
-        return type(state), [in_words(item, seen) for item in state]
+        return type(state), [describe(item, seen) for item in state]
     return type(state), repr(state) if isinstance(state, float | complex) else state
 
 
-def attributes(state: object) -> object:
-    """Such as the versions that a module's state dict carries."""
+def read_attributes(state: object) -> object:
+    """Return the attributes of an object, such as the versions in the state dict of a module."""
     return getattr(state, "__dict__", None) or None
 
 
-def sharded(world_size: int) -> dict[str, Any]:
-    """On each of so many ranks: rows, columns, and a matrix whose memory is turned."""
+def create_sharded(world_size: int) -> dict[str, Any]:
+    """Return a state sharded over ranks by rows, by columns, and with a transposed matrix."""
     mesh = init_device_mesh("cpu", (world_size,))
     small = torch.arange(15.0).view(3, 5)
     return {

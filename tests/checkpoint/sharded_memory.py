@@ -1,4 +1,4 @@
-"""Scenarios of ranks with sharded snapshots in the memory of agents: see test_sharded_memory."""
+"""Scenarios of ranks with sharded snapshots in agent memory, for `test_sharded_memory.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FSDP2 training that resumes in a new model and optimizer: see test_sharded_checkpoints."""
+"""FSDP2 training that resumes in a new model, for `test_sharded_checkpoints.py`."""
 
 from __future__ import annotations
 

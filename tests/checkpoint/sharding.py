@@ -1,4 +1,4 @@
-"""Scenarios of ranks that save or load sharded state: see test_sharded_checkpoints."""
+"""Scenarios of ranks that save or load sharded state, for `test_sharded_checkpoints.py`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from managers import Gated
+from managers import GatedStorage
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -75,7 +75,7 @@ def save(manager: CheckpointManager, state: dict[str, Any]) -> None:
     load(manager, state)
 
 
-def fail_on_one(manager: CheckpointManager, place: Gated, state: dict[str, Any]) -> str:
+def fail_on_one(manager: CheckpointManager, place: GatedStorage, state: dict[str, Any]) -> str:
     """Save while the disk of one rank is full, and return the error of this rank."""
     if dist.get_rank() == 1:
         place.full = True
@@ -91,7 +91,7 @@ def fail_on_one(manager: CheckpointManager, place: Gated, state: dict[str, Any])
 
 def save_and_fail(folder: Path) -> str:
     """Return the error of a save that fails on rank 1."""
-    state, place = trained(), Gated(folder / "checkpoints")
+    state, place = trained(), GatedStorage(folder / "checkpoints")
     place.gate.set()
     with CheckpointManager(place, keep_last=2) as manager:
         save(manager, state)
@@ -116,8 +116,8 @@ def load_shards_of_damaged_checkpoint(folder: Path) -> str | None:
     return None
 
 
-def load_alone(folder: Path) -> None:
-    """Load on one rank what two ranks have saved."""
+def load_on_one_rank(folder: Path) -> None:
+    """Load on one rank a state that two ranks have saved."""
     state = trained()
     with CheckpointManager(folder / "checkpoints", keep_last=2) as manager:
         load(manager, state)

@@ -1,4 +1,4 @@
-"""The Python code and the commands of docs/guide/checkpoints.md run."""
+"""The Python code and the commands of docs/guide/checkpoints.md work."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def test_torch_reads_the_exported_files(tmp_path: Path, monkeypatch: pytest.Monk
     with CheckpointManager("checkpoints") as manager:
         manager.save(1300, {"model": model, "note": ["anything", 1]})
     exec(EXPORT, {"CheckpointManager": CheckpointManager})
-    found = torch.load("state.pt", weights_only=True)
-    assert found["note"] == ["anything", 1]
-    assert torch.equal(found["model"]["weight"], model.weight)
+    loaded = torch.load("state.pt", weights_only=True)
+    assert loaded["note"] == ["anything", 1]
+    assert torch.equal(loaded["model"]["weight"], model.weight)
     into = {"model": torch.nn.Linear(2, 2).state_dict()}
     dcp.load(into, checkpoint_id="state.dcp", no_dist=True)
     assert torch.equal(into["model"]["weight"], model.weight)

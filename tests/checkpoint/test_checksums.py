@@ -77,7 +77,7 @@ def test_each_byte_is_read_once_and_the_checksum_does_not_depend_on_threads(
         assert truncated == (size, checksum(memoryview(data)[:size]))
 
 
-def test_an_error_of_one_thread_is_raised_after_all_threads_have_ended() -> None:
+def test_an_error_of_one_thread_is_raised_after_all_threads_have_finished() -> None:
     num_threads = threading.active_count()
 
     def read(_buffer: memoryview, start: int, _on_chunk: object) -> int:
@@ -89,7 +89,7 @@ def test_an_error_of_one_thread_is_raised_after_all_threads_have_ended() -> None
 
 
 class TwoReaders(LocalStorage):
-    """Reads of the first two segments wait for each other, so a single thread waits for ever."""
+    """Storage on which the reads of the first two segments wait for each other."""
 
     max_readers = 2
 

@@ -1,4 +1,4 @@
-"""A folder of checkpoints as a source for restore."""
+"""A directory of checkpoints is a source of states for restore."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from elasticlib.checkpoint.storage import LocalStorage
 from elasticlib.errors import CheckpointCorruptError, CheckpointError
 
 
-def test_a_source_gives_packs_of_its_own_and_forgets_what_is_damaged(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_detected_and_not_listed_again(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         for step in (1, 2):
             manager.save(step, {"w": torch.full((3,), step)})

@@ -1,8 +1,8 @@
-"""Every supported state comes back bit for bit into live objects, from each kind of storage.
+"""Every supported state is restored exactly into live objects from each kind of storage.
 
-The rows are containers, scalars, NumPy arrays, states of generators, and all optimizers of torch in
-each of their forms with parameters of each layout. The columns are the disk, memory, a replica, and
-another number of ranks.
+The rows of the matrix are containers, scalars, NumPy arrays, states of random generators, and all
+optimizers of torch in each of their forms with parameters of each memory layout. The columns are
+the disk, agent memory, a replica, and another number of ranks.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import torch
 from fidelity import (
     FORMS,
     OPTIMIZERS,
-    matrix,
-    of_containers,
+    create_containers,
+    create_matrix,
+    create_trained,
+    describe_objects,
     restore_matrix,
     restore_sharded,
     save_sharded,
     train,
-    with_optimizer,
-    words,
 )
-from managers import memory_of
+from managers import open_memory
 from ranks import Ranks
 
 from elasticlib import CheckpointManager
@@ -42,10 +42,10 @@ def round_trip(folder: Path, column: str, saved: dict[str, Any], live: dict[str,
             manager.save(1, saved).wait()
             assert manager.restore(live)
         return
-    memory = memory_of(folder / "own")
+    memory = open_memory(folder / "own")
     memory.snapshot(1, saved)
     if column == "replica":
-        other = memory_of(folder / "other")
+        other = open_memory(folder / "other")
         for path in (folder / "own" / "1").glob("own.*"):
             shutil.copyfile(path, folder / "other" / "1" / f"from.0.{path.name[4:]}")
         memory.close()
@@ -61,37 +61,39 @@ def test_every_optimizer_of_torch_is_in_the_matrix() -> None:
 
 
 @pytest.mark.parametrize("column", COLUMNS)
-def test_containers_and_values_come_back(tmp_path: Path, column: str) -> None:
-    live = of_containers(7)
+def test_containers_and_values_are_restored(tmp_path: Path, column: str) -> None:
+    live = create_containers(7)
     identities = {name: id(live[name]) for name in ("dict", "ordered", "list")}
-    round_trip(tmp_path, column, of_containers(3), live)
-    assert words(live) == words(of_containers(3))
+    round_trip(tmp_path, column, create_containers(3), live)
+    assert describe_objects(live) == describe_objects(create_containers(3))
     assert identities == {name: id(live[name]) for name in identities}
 
 
 @pytest.mark.parametrize("column", COLUMNS)
 @pytest.mark.parametrize(("optimizer", "form"), FORMS)
-def test_optimizer_comes_back_and_continues_as_it_would_have(
+def test_restored_optimizer_continues_as_without_interruption(
     tmp_path: Path, optimizer: str, form: str, column: str
 ) -> None:
-    saved, live = with_optimizer(optimizer, form, 2), with_optimizer(optimizer, form, 0)
+    saved, live = create_trained(optimizer, form, 2), create_trained(optimizer, form, 0)
     tensors = [*live["model"].parameters()]
     round_trip(tmp_path, column, saved, live)
-    assert words(live) == words(saved)
+    assert describe_objects(live) == describe_objects(saved)
     assert all(a is b for a, b in zip(tensors, live["model"].parameters(), strict=True))
     assert live["model"].tied is live["model"].contiguous
     for state in (saved, live):
         train(state, range(2, 4))
-    assert words(live) == words(saved)
+    assert describe_objects(live) == describe_objects(saved)
 
 
-def test_all_of_it_comes_back_at_another_number_of_ranks(tmp_path: Path, ranks: Ranks) -> None:
+def test_the_whole_matrix_is_restored_at_another_number_of_ranks(
+    tmp_path: Path, ranks: Ranks
+) -> None:
     with CheckpointManager(tmp_path / "checkpoints") as manager:
-        manager.save(1, matrix(2))
+        manager.save(1, create_matrix(2))
     assert ranks.run(restore_matrix, 2, tmp_path) == [(True, "disk")] * 2
 
 
-def test_sharded_optimizers_come_back_at_other_numbers_of_ranks(
+def test_sharded_optimizers_are_restored_at_other_numbers_of_ranks(
     tmp_path: Path, ranks: Ranks
 ) -> None:
     [saved, _] = ranks.run(save_sharded, 2, tmp_path)
@@ -124,7 +126,7 @@ class Custom:
 def test_unsupported_value_is_rejected_with_its_path(
     tmp_path: Path, value: object, path: str
 ) -> None:
-    memory = memory_of(tmp_path / "memory")
+    memory = open_memory(tmp_path / "memory")
     with CheckpointManager(tmp_path / "disk") as manager:
         for save in (manager.save, memory.snapshot):
             with pytest.raises(CheckpointError) as rejected:

@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from managers import manager_at
+from managers import create_manager
 
 from elasticlib import CheckpointManager, Node
 from elasticlib.checkpoint.catalog import CheckpointCatalog
@@ -33,7 +33,7 @@ def state(step: int) -> dict[str, Any]:
 
 
 class Host:
-    """A node whose workers have ended and left snapshots in the memory of its agent."""
+    """A node whose workers have exited and left snapshots in the memory of its agent."""
 
     def __init__(self, memory: Path, checkpoints: Path) -> None:
         self.memory, self.checkpoints = memory, checkpoints
@@ -75,7 +75,7 @@ def nodes(count: int, number: int = 3) -> list[RendezvousInfo]:
 
 
 def saved(folder: Path, step: int, place: dict[str, object] = PLACE) -> None:
-    with manager_at(folder, place) as manager:
+    with create_manager(folder, place) as manager:
         manager.save(step, state(step))
 
 
@@ -111,7 +111,7 @@ def test_nothing_is_written_if_a_later_generation_owns_the_directory(
     assert CheckpointManager(checkpoints).steps() == [5]
 
 
-class Swept(LocalStorage):
+class SweptStorage(LocalStorage):
     """Storage in which another writer deletes the next `times` files after they are written."""
 
     def __init__(self, folder: Path, times: int) -> None:
@@ -131,11 +131,11 @@ def test_file_that_another_writer_deletes_before_the_commit_is_written_again(
 ) -> None:
     saved(checkpoints, 5)
     host.keep(7)
-    assert FinalSave(host.memory, None, storage=Swept(checkpoints, 2)).run() == ""
+    assert FinalSave(host.memory, None, storage=SweptStorage(checkpoints, 2)).run() == ""
     manager = CheckpointManager(checkpoints)
     assert (manager.steps(), manager.verify()) == ([5, 7], {})
     host.keep(8)
-    problem = FinalSave(host.memory, None, storage=Swept(checkpoints, 99)).run()
+    problem = FinalSave(host.memory, None, storage=SweptStorage(checkpoints, 99)).run()
     assert problem.startswith(f"the snapshot of step 8 was not written to {checkpoints}: ")
     assert "is missing" in problem
 
@@ -156,23 +156,23 @@ def test_snapshot_without_a_checkpoint_directory_is_not_written(
 
 
 def test_manifest_names_the_last_generation_of_the_agent(host: Host, checkpoints: Path) -> None:
-    """Workers may acquire the directory in a generation and die before their first snapshot."""
+    """Workers may acquire the directory in a generation and exit before their first snapshot."""
     assert host.keep(7).save(nodes(1, 4)[0]) == ""
-    found = CheckpointCatalog(LocalStorage(checkpoints)).read_entry(7)
-    assert found is not None
-    assert found.manifest is not None
-    assert found.manifest.generation == 4
+    entry = CheckpointCatalog(LocalStorage(checkpoints)).read_entry(7)
+    assert entry is not None
+    assert entry.manifest is not None
+    assert entry.manifest.generation == 4
 
 
-class Meanwhile(DiskCalls):
-    """Calls a function once, in the middle of writing a data file."""
+class DiskThatCallsDuringWrite(DiskCalls):
+    """A disk that calls a function once in the middle of writing a data file."""
 
     def __init__(self, act: Callable[[], object]) -> None:
         self._act: Callable[[], object] | None = act
 
     def write(self, handle: int, data: memoryview) -> int:
         act = self._act
-        if act is not None and len(data) > 400:  # no manifest and no fence
+        if act is not None and len(data) > 400:  # a data file, not a manifest or a fence
             self._act = None
             act()
         return super().write(handle, data)
@@ -182,8 +182,8 @@ def test_final_save_does_not_disturb_a_save_of_a_worker_on_another_node(
     host: Host, checkpoints: Path
 ) -> None:
     problems: list[str] = []
-    disk = Meanwhile(lambda: problems.append(host.keep(7).save()))
-    with manager_at(LocalStorage(checkpoints, disk), PLACE) as manager:
+    disk = DiskThatCallsDuringWrite(lambda: problems.append(host.keep(7).save()))
+    with create_manager(LocalStorage(checkpoints, disk), PLACE) as manager:
         manager.save(8, state(8))
         manager.wait()
         manager.save(9, state(9))
@@ -196,14 +196,14 @@ def test_final_save_does_not_disturb_a_save_of_a_worker_on_another_node(
 def test_deleted_file_is_not_written_again_if_the_worker_saved_a_later_step(
     host: Host, checkpoints: Path, step: int, more: int, steps: list[int]
 ) -> None:
-    worker = manager_at(checkpoints, PLACE)
+    worker = create_manager(checkpoints, PLACE)
 
     def save(step: int = more) -> None:
         worker.save(step, state(step))
         worker.wait()
 
     save(4)
-    assert host.keep(step).save(disk=Meanwhile(save)) == ""
+    assert host.keep(step).save(disk=DiskThatCallsDuringWrite(save)) == ""
     worker.close()
     assert CheckpointManager(checkpoints).steps() == steps
 
@@ -231,7 +231,7 @@ class DataDisk(DiskCalls):
         raise NotImplementedError
 
 
-class Full(DataDisk):
+class FullDisk(DataDisk):
     """A disk without space for data files."""
 
     def write_data(self) -> None:
@@ -241,7 +241,7 @@ class Full(DataDisk):
 def test_one_node_writes_a_common_state_and_another_one_if_its_disk_is_full(
     tmp_path: Path, checkpoints: Path
 ) -> None:
-    infos, full = nodes(3), Full()
+    infos, full = nodes(3), FullDisk()
     hosts = [Host(tmp_path / str(rank), checkpoints).keep(4) for rank in range(3)]
     with ThreadPoolExecutor() as pool:
         results = [pool.submit(hosts[0].save, infos[0], full)]
@@ -253,7 +253,7 @@ def test_one_node_writes_a_common_state_and_another_one_if_its_disk_is_full(
     assert len(list(checkpoints.glob("step-*/state.*.pack"))) == 1
 
 
-class Flaky(DiskCalls):
+class FlakyDisk(DiskCalls):
     """A disk on which the first `times` calls of a kind fail."""
 
     def __init__(self, kind: str, times: int) -> None:
@@ -289,7 +289,7 @@ class FlakyStorage(LocalStorage):
 def test_errors_of_the_disk_that_do_not_last_are_retried(
     host: Host, checkpoints: Path, kind: str
 ) -> None:
-    disk = Flaky(kind, 2)
+    disk = FlakyDisk(kind, 2)
     assert host.keep(4).final_save(None, disk, retry_pause_s=0.01).run() == ""
     assert disk.times == 0
     assert CheckpointManager(checkpoints).verify() == {}
@@ -303,7 +303,7 @@ def test_errors_of_reading_the_directory_are_retried(host: Host, checkpoints: Pa
 
 
 def test_errors_of_the_disk_that_last_are_reported(host: Host, checkpoints: Path) -> None:
-    disk = Flaky("write of data", 10**9)
+    disk = FlakyDisk("write of data", 10**9)
     problem = host.keep(4).final_save(None, disk, retry_pause_s=0.01, retry_s=0.2).run()
     assert problem.startswith(f"the snapshot of step 4 was not written to {checkpoints}: ")
     assert "Input/output error" in problem
@@ -311,7 +311,7 @@ def test_errors_of_the_disk_that_last_are_reported(host: Host, checkpoints: Path
 
 
 def test_node_reports_why_no_node_could_write(host: Host, checkpoints: Path) -> None:
-    problem = host.keep(4).final_save(nodes(2)[0], Full(), settle_s=0.2).run()
+    problem = host.keep(4).final_save(nodes(2)[0], FullDisk(), settle_s=0.2).run()
     assert problem.startswith(f"the snapshot of step 4 was not written to {checkpoints}: ")
     assert "No space left on device" in problem
     assert not CheckpointManager(checkpoints).steps()
@@ -326,40 +326,45 @@ def test_node_does_not_wait_for_a_node_that_never_reports(host: Host, checkpoint
     assert not list(checkpoints.glob("final-save.*"))
 
 
-class Hanging(DataDisk):
-    """Blocks each write of a data file until `go_on` is set."""
+class HangingDisk(DataDisk):
+    """A disk that blocks each write of a data file until `is_released` is set."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.go_on = threading.Event()
+        self.is_writing, self.is_released = threading.Event(), threading.Event()
 
     def write_data(self) -> None:
-        self.go_on.wait(60)
+        self.is_writing.set()
+        self.is_released.wait(60)
 
 
 def test_final_save_gives_up_on_a_disk_that_hangs(host: Host, checkpoints: Path) -> None:
-    disk = Hanging()
-    problem = host.keep(4).final_save(None, disk, total_s=0.05).run()
+    disk = HangingDisk()
+    problem = host.keep(4).final_save(None, disk, total_s=1.0).run()
+    assert disk.is_writing.is_set(), "the write was interrupted and not only its preparation"
     assert problem.startswith(f"the snapshot of step 4 was not written to {checkpoints}: ")
-    assert problem.endswith("it was not written, and there was no progress for 0.05 s")
-    disk.go_on.set()
+    assert problem.endswith("it was not written, and there was no progress for 1 s")
+    assert CheckpointManager(checkpoints).steps() == []
+    disk.is_released.set()
     name = "agent-final-save"
-    wait_until("the thread", lambda: all(t.name != name for t in threading.enumerate()))
+    wait_until(
+        "the end of the writing thread", lambda: all(t.name != name for t in threading.enumerate())
+    )
 
 
 def test_final_save_ends_with_the_callers_reason(host: Host) -> None:
-    disk = Hanging()
+    disk = HangingDisk()
     reason = "the agent received SIGTERM again"
     final_save = host.keep(4).final_save(None, disk)
     assert final_save.run(lambda: reason if disk.tried.is_set() else "").endswith(reason)
-    disk.go_on.set()
+    disk.is_released.set()
 
 
 def two_savers(
     tmp_path: Path, checkpoints: Path, heartbeat_s: float
-) -> tuple[Hanging, FinalSave, FinalSave]:
+) -> tuple[HangingDisk, FinalSave, FinalSave]:
     """Return a disk that hangs, the final save of a node that writes there, and of another node."""
-    infos, disk = nodes(2), Hanging()
+    infos, disk = nodes(2), HangingDisk()
     first, second = (Host(tmp_path / str(rank), checkpoints).keep(4) for rank in range(2))
     return (
         disk,
@@ -377,7 +382,7 @@ def test_slow_writer_is_not_replaced_while_it_renews_its_report(
         assert disk.tried.wait(60)
         results.append(pool.submit(other.run))
         assert not wait(results, timeout=1.5).done
-        disk.go_on.set()
+        disk.is_released.set()
         assert [result.result(60) for result in results] == ["", ""]
     assert len(list(checkpoints.glob("step-*/state.*.pack"))) == 1
     assert not list(checkpoints.glob("final-save.*"))
@@ -391,7 +396,7 @@ def test_another_node_writes_for_a_writer_that_stops_responding(
         result = pool.submit(silent.run)
         assert disk.tried.wait(60)
         assert (other.run(), other.saved) == ("", 4)
-        disk.go_on.set()
+        disk.is_released.set()
         assert result.result(60) == ""
     assert CheckpointManager(checkpoints).verify() == {}
 

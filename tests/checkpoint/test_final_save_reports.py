@@ -1,4 +1,4 @@
-"""Agents of a final save wait for every node that may still report, and for no other node."""
+"""A final save waits for every node that may still report, and for no other node."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from elasticlib.testing.waiting import wait_until
 
 
 class Nodes:
-    """Nodes of one rank each, whose workers have ended. Each holds a part of one tensor."""
+    """Nodes with one rank each, whose workers have exited. Each node has a part of one tensor."""
 
     def __init__(self, directory: Path, pool: ThreadPoolExecutor) -> None:
         self.directory, self.checkpoints = directory, directory / "checkpoints"
@@ -60,7 +60,7 @@ class Nodes:
         return final_save
 
     def exchange(self, node: int, count: int) -> ReportExchange:
-        """Return the reports of a node that the test plays, after another node has reported."""
+        """Return the report exchange of a node of the test, after another node has reported."""
         memory, info = self.directory / f"memory{node}", nodes(count)[node]
         [snapshots] = snapshot_sets(memory)
         final_save = FinalSave(memory, info)
@@ -172,7 +172,7 @@ def test_committed_state_is_accepted_though_its_parts_are_not_offered_any_more()
     assert act(is_settled=False) is None
 
 
-def test_node_that_helps_is_not_held_up_by_a_set_that_no_node_writes(job: Nodes) -> None:
+def test_node_that_helps_does_not_wait_for_a_state_that_no_node_writes(job: Nodes) -> None:
     job.keep(3, holders=[0], count=2, name="a")
     job.keep(3, holders=[0, 1], count=2, name="b")
     helping = job.final_save(0, 2, is_leaving=False)
@@ -183,7 +183,7 @@ def test_node_that_helps_is_not_held_up_by_a_set_that_no_node_writes(job: Nodes)
     assert result.result(30) == ""
 
 
-class FailsOnce(DiskCalls):
+class DiskThatFailsOnce(DiskCalls):
     """A disk on which one sync of a directory fails."""
 
     def __init__(self) -> None:
@@ -196,11 +196,11 @@ class FailsOnce(DiskCalls):
 
 
 def test_report_is_published_after_an_error_of_the_disk(tmp_path: Path) -> None:
-    disk = FailsOnce()
-    mine, other = (ReportExchange(LocalStorage(tmp_path, disk), "s", a, 2) for a in ("a", "b"))
-    mine.publish()
+    disk = DiskThatFailsOnce()
+    own, other = (ReportExchange(LocalStorage(tmp_path, disk), "s", a, 2) for a in ("a", "b"))
+    own.publish()
     disk.fails = True
     with pytest.raises(OSError, match="Input/output error"):
-        mine.publish(problem="first")
-    mine.publish(problem="second")
+        own.publish(problem="first")
+    own.publish(problem="second")
     assert other.read()["a"].problem == "second"

@@ -1,4 +1,4 @@
-"""Memory for the first snapshot after a restore: allocated in the background, freed if unused."""
+"""A restore allocates memory for the next snapshot in the background, and frees unused memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from elasticlib.checkpoint import snapshot_slots
 from elasticlib.testing.waiting import wait_until
 
 
-def made() -> dict[str, Any]:
+def create_state() -> dict[str, Any]:
     model = torch.nn.Sequential(*(torch.nn.Linear(200, 200) for _ in range(4)))
     return {
         "model": model,
@@ -34,26 +34,26 @@ def train(state: dict[str, Any], step: int) -> None:
     state["step"] = step
 
 
-def resident(era: Path) -> dict[str, int]:
-    """Bytes of each slot that this process has pages of."""
-    found: dict[str, int] = {}
+def read_resident_bytes(era: Path) -> dict[str, int]:
+    """Return the resident bytes of each slot in this process."""
+    sizes: dict[str, int] = {}
     slot = ""
     for line in Path("/proc/self/smaps").read_text().splitlines():
         words = line.split()
         if not words[0].endswith(":"):
             slot = words[-1].removeprefix(f"{era}/") if f"{era}/own." in line else ""
         elif words[0] == "Rss:" and slot:
-            found[slot] = found.get(slot, 0) + int(words[1]) * 1024
-    return found
+            sizes[slot] = sizes.get(slot, 0) + int(words[1]) * 1024
+    return sizes
 
 
-def size_of_the_newest(era: Path) -> tuple[str, int]:
-    """Its slot, and the bytes that it needs there."""
+def find_newest(era: Path) -> tuple[str, int]:
+    """Return the slot and the size of the newest snapshot."""
     newest = max(snapshot_slots.list_snapshots(era.parent), key=lambda one: one.order)
     return Path(newest.file).name, snapshot_slots.HEADER_BYTES + newest.header.size
 
 
-def threads() -> list[str]:
+def list_threads() -> list[str]:
     return [one.name for one in threading.enumerate()]
 
 
@@ -61,11 +61,13 @@ def has_memory_for_the_next_snapshot(
     manager: CheckpointManager, era: Path, step: int, state: dict[str, Any]
 ) -> bool:
     """Wait for the memory that was prepared. Return whether the next snapshot is written there."""
-    wait_until("its slot", lambda: resident(era) and idle(manager))
-    before = resident(era)
+    wait_until(
+        "the slot for the next snapshot", lambda: read_resident_bytes(era) and is_idle(manager)
+    )
+    before = read_resident_bytes(era)
     train(state, step)
     assert manager.snapshot(step, state)
-    name, needed = size_of_the_newest(era)
+    name, needed = find_newest(era)
     return needed <= before.get(name, 0) < needed * 1.1
 
 
@@ -77,13 +79,13 @@ def one_rank() -> Iterator[None]:
 
 
 def sharded() -> dict[str, Any]:
-    state = made()
+    state = create_state()
     fully_shard(state["model"], mesh=init_device_mesh("cpu", (1,)))
     return state | {"optimizer": torch.optim.AdamW(state["model"].parameters(), lr=0.1)}
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("make", [made, sharded])
+@pytest.mark.parametrize("make", [create_state, sharded])
 def test_restore_from_memory_prepares_the_next_snapshot(
     tmp_path: Path,
     generation_memory: Path,
@@ -103,7 +105,7 @@ def test_restore_from_memory_prepares_the_next_snapshot(
         assert has_memory_for_the_next_snapshot(manager, era, 2, state)
 
 
-def idle(manager: CheckpointManager) -> bool:
+def is_idle(manager: CheckpointManager) -> bool:
     """Return whether no memory is being prepared."""
     return manager._snapshots is None or not manager._snapshots._allocator._working.is_running
 
@@ -111,20 +113,20 @@ def idle(manager: CheckpointManager) -> bool:
 def test_restore_from_a_disk_prepares_the_next_snapshot(
     tmp_path: Path, generation_memory: Path
 ) -> None:
-    state = made()
+    state = create_state()
     with CheckpointManager(tmp_path / "disk") as manager:
         train(state, 1)
         manager.save(1, state).wait()
-    assert resident(generation_memory) == {}
-    state = made()
+    assert read_resident_bytes(generation_memory) == {}
+    state = create_state()
     with CheckpointManager(tmp_path / "disk") as manager:
         assert manager.restore(state).source == "disk"
         assert has_memory_for_the_next_snapshot(manager, generation_memory, 2, state)
 
 
-def saved(folder: Path) -> dict[str, Any]:
+def save_trained_state(folder: Path) -> dict[str, Any]:
     """Save step 1 of a trained state, and return it."""
-    state = made()
+    state = create_state()
     with CheckpointManager(folder) as manager:
         train(state, 1)
         manager.save(1, state)
@@ -134,38 +136,41 @@ def saved(folder: Path) -> dict[str, Any]:
 def test_a_save_after_a_restore_is_copied_to_the_memory_that_was_prepared(
     tmp_path: Path, generation_memory: Path
 ) -> None:
-    state = saved(tmp_path / "disk")
+    state = save_trained_state(tmp_path / "disk")
     with CheckpointManager(tmp_path / "disk") as manager:
         manager.restore(state)
-        wait_until("its slot", lambda: resident(generation_memory) and idle(manager))
-        before = resident(generation_memory)
+        wait_until(
+            "the slot for the next snapshot",
+            lambda: read_resident_bytes(generation_memory) and is_idle(manager),
+        )
+        before = read_resident_bytes(generation_memory)
         for step in (2, 3):
             manager.save(step, state).wait()
-        assert resident(generation_memory) == before, "no other memory was used"
+        assert read_resident_bytes(generation_memory) == before, "no other memory was used"
         assert not snapshot_slots.list_snapshots(generation_memory.parent)
         assert manager.snapshot(4, state)
-        assert size_of_the_newest(generation_memory)[0] in before
+        assert find_newest(generation_memory)[0] in before
     assert len([*generation_memory.iterdir()]) == 1, "only the snapshot stays"
 
 
 def test_a_manager_that_is_closed_or_dies_before_its_first_snapshot_leaves_no_memory(
     tmp_path: Path, generation_memory: Path
 ) -> None:
-    state = saved(tmp_path / "disk")
+    state = save_trained_state(tmp_path / "disk")
     with CheckpointManager(tmp_path / "disk") as manager:
         manager.restore(state)
     assert [*generation_memory.iterdir()] == []
-    # One that dies leaves its slot to the next start of the workers.
+    # The next start of the workers removes the slot of a manager that was killed.
     left = CheckpointManager(tmp_path / "disk")
     left.restore(state)
-    wait_until("its slot", lambda: [*generation_memory.iterdir()])
+    wait_until("the slot for the next snapshot", lambda: [*generation_memory.iterdir()])
     snapshot_slots.remove_incomplete(generation_memory.parent, 2)
     assert [*generation_memory.iterdir()] == []
     left.close()
 
 
-def test_no_memory_is_made_where_no_agent_keeps_snapshots(tmp_path: Path) -> None:
-    state = saved(tmp_path / "disk")
+def test_no_memory_is_allocated_without_an_agent(tmp_path: Path) -> None:
+    state = save_trained_state(tmp_path / "disk")
     with CheckpointManager(tmp_path / "disk") as manager:
         manager.restore(state)
-        assert "elasticlib-snapshot-memory" not in threads()
+        assert "elasticlib-snapshot-memory" not in list_threads()

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 from interrupts import Interrupter, interrupt
-from managers import Gated
+from managers import GatedStorage
 
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint.storage import LocalStorage
@@ -54,7 +54,7 @@ def save(manager: CheckpointManager, step: int) -> None:
 
 
 def save_more(manager: CheckpointManager, step: int) -> None:
-    """Save a state that needs another buffer than the one before."""
+    """Save a state that does not fit into the buffer of the previous one."""
     manager.save(step, state_of(step, size=100 + step))
 
 
@@ -129,7 +129,7 @@ def test_first_save_and_close_interrupted_at_any_line_leave_complete_checkpoints
     assert manager.steps() == [1, 2]
 
 
-def test_when_a_signal_handler_saves_at_any_line_each_checkpoint_holds_one_call(
+def test_a_save_in_a_signal_handler_at_any_line_leaves_checkpoints_of_one_call_each(
     tmp_path: Path,
 ) -> None:
     interrupted, errors = [0], list[str]()
@@ -155,7 +155,7 @@ def test_when_a_signal_handler_saves_at_any_line_each_checkpoint_holds_one_call(
 
 @contextmanager
 def alarms() -> Iterator[Callable[[float], None]]:
-    """A function that has a signal handler raise KeyboardInterrupt after so many seconds."""
+    """Return a function that makes a signal handler raise KeyboardInterrupt after a delay."""
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         yield lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds) and None
@@ -180,7 +180,7 @@ def test_real_signals_at_any_time_leave_complete_checkpoints(tmp_path: Path) -> 
 
 
 def test_a_signal_interrupts_a_wait_for_a_disk_that_hangs(tmp_path: Path) -> None:
-    place = Gated(tmp_path)
+    place = GatedStorage(tmp_path)
     with CheckpointManager(place) as manager, alarms() as alarm:
         save(manager, 1)
         for act in (manager.wait, lambda: save(manager, 2), manager.close):
@@ -243,7 +243,7 @@ def no_new_threads() -> Iterator[None]:
 def test_save_writes_in_the_calling_thread_if_no_thread_can_be_started(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    place = Gated(tmp_path)
+    place = GatedStorage(tmp_path)
     place.gate.set()
     with CheckpointManager(place) as manager:
         with no_new_threads():

@@ -1,8 +1,8 @@
-"""Snapshots that a signal handler interrupts, and calls that come while a snapshot is made.
+"""Snapshots that a signal handler interrupts, and calls during a snapshot.
 
 A signal handler that raises (KeyboardInterrupt) can interrupt `snapshot` at any line. Afterwards,
 the newest snapshot is that of the call before or that of the interrupted call, and the next call
-works. A handler that itself calls the manager gets an error at worst, and never waits for ever.
+works. A handler that itself calls the manager may get an error, but never deadlocks.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def state_of(step: int, size: int = 100) -> dict[str, Any]:
     return {"n": step, "w": [torch.full((size,), float(step)) for _ in range(3)]}
 
 
-def newest_step(kept: Path) -> int:
-    """Return the step of the newest snapshot, 0 for none, after checking that it is of one call."""
-    counting = snapshot_slots.valid_snapshots(snapshot_slots.list_snapshots(kept))
+def newest_step(agent_memory: Path) -> int:
+    """Return the step of the newest snapshot, or 0, and check that it is the state of one call."""
+    counting = snapshot_slots.valid_snapshots(snapshot_slots.list_snapshots(agent_memory))
     if not counting:
         return 0
-    with snapshot_slots.map_snapshot(kept, counting[0]) as view:
+    with snapshot_slots.map_snapshot(agent_memory, counting[0]) as view:
         assert view is not None
         state = unpack(view)
     step = counting[0].header.step
@@ -50,10 +50,10 @@ def newest_step(kept: Path) -> int:
     return step
 
 
-def assert_next_snapshot_works(manager: CheckpointManager, kept: Path, step: int) -> None:
-    """Keep this step; check that it is there."""
+def assert_next_snapshot_works(manager: CheckpointManager, agent_memory: Path, step: int) -> None:
+    """Make a snapshot of this step, and check it."""
     assert manager.snapshot(step, state_of(step))
-    assert newest_step(kept) == step
+    assert newest_step(agent_memory) == step
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def assert_next_snapshot_works(manager: CheckpointManager, kept: Path, step: int
     ],
 )
 def test_interrupted_at_any_line_a_snapshot_is_complete_or_the_one_before_stays(
-    tmp_path: Path, kept: Path, grows: bool
+    tmp_path: Path, agent_memory: Path, grows: bool
 ) -> None:
     interrupter = Interrupter(*TRACED)
     with CheckpointManager(tmp_path / "disk") as manager:
@@ -72,24 +72,26 @@ def test_interrupted_at_any_line_a_snapshot_is_complete_or_the_one_before_stays(
             state = state_of(step + 1, size=(100 + 1000 * step) if grows else 100)
             assert manager.snapshot(step, state_of(step))
             is_interrupted = interrupter.interrupt(lambda: manager.snapshot(step + 1, state))  # noqa: B023
-            assert newest_step(kept) in ((step, step + 1) if is_interrupted else (step + 1,))
-            assert_next_snapshot_works(manager, kept, step + 2)
+            assert newest_step(agent_memory) in (
+                (step, step + 1) if is_interrupted else (step + 1,)
+            )
+            assert_next_snapshot_works(manager, agent_memory, step + 2)
             if not is_interrupted:
                 break
     assert len(interrupter.where) > 100
-    assert len(list(kept.glob("1/own.*"))) <= 4, "interrupted calls have left memory behind"
+    assert len(list(agent_memory.glob("1/own.*"))) <= 4, "interrupted calls have leaked slots"
 
 
 def test_interrupted_at_any_line_the_first_snapshot_is_complete_or_not_there(
-    tmp_path: Path, kept: Path
+    tmp_path: Path, agent_memory: Path
 ) -> None:
     interrupter, is_interrupted = Interrupter(*SNAPSHOTS), True
     while is_interrupted:
         with CheckpointManager(tmp_path / "disk") as manager:
             is_interrupted = interrupter.interrupt(lambda: manager.snapshot(1, state_of(1)))
-            assert newest_step(kept) in ((0, 1) if is_interrupted else (1,))
-            assert_next_snapshot_works(manager, kept, 2)
-        snapshot_slots.remove_snapshots(kept, snapshot_slots.list_snapshots(kept))
+            assert newest_step(agent_memory) in ((0, 1) if is_interrupted else (1,))
+            assert_next_snapshot_works(manager, agent_memory, 2)
+        snapshot_slots.remove_snapshots(agent_memory, snapshot_slots.list_snapshots(agent_memory))
     assert len(interrupter.where) > 50
 
 
@@ -118,35 +120,37 @@ def open_slots(folder: Path) -> list[str]:
     return sorted(target for target in targets if target.startswith(str(folder)))
 
 
-def test_slot_whose_creation_was_interrupted_at_its_end_is_not_used_again(kept: Path) -> None:
-    slots = snapshot_slots.SnapshotSlots(kept / "1")
+def test_slot_whose_creation_was_interrupted_at_its_end_is_not_used_again(
+    agent_memory: Path,
+) -> None:
+    slots = snapshot_slots.SnapshotSlots(agent_memory / "1")
     slots._slots = _InterruptedList()
     with pytest.raises(KeyboardInterrupt):
         write_slot(slots, 1)
     slots._slots = [*slots._slots]
     write_slot(slots, 2)
-    assert [ref.header.step for ref in snapshot_slots.list_snapshots(kept)] == [2]
+    assert [ref.header.step for ref in snapshot_slots.list_snapshots(agent_memory)] == [2]
     slots.close()
 
 
-def test_slot_that_was_dropped_when_a_signal_arrived_keeps_no_memory(kept: Path) -> None:
-    slots = snapshot_slots.SnapshotSlots(kept / "1")
+def test_slot_that_was_dropped_when_a_signal_arrived_keeps_no_memory(agent_memory: Path) -> None:
+    slots = snapshot_slots.SnapshotSlots(agent_memory / "1")
     write_slot(slots, 1)
     write_slot(slots, 2)
     slots._slots = _InterruptedList(slots._slots)
     with pytest.raises(KeyboardInterrupt):
         write_slot(slots, 3, size=10_000)
-    assert not [name for name in open_slots(kept) if name.endswith("(deleted)")]
+    assert not [name for name in open_slots(agent_memory) if name.endswith("(deleted)")]
     slots._slots = [*slots._slots]
     write_slot(slots, 4, size=10_000)
     slots.close()
-    assert not open_slots(kept)
+    assert not open_slots(agent_memory)
 
 
-def test_close_of_slots_can_be_called_again_after_an_interruption(kept: Path) -> None:
+def test_close_of_slots_can_be_called_again_after_an_interruption(agent_memory: Path) -> None:
     interrupter, is_interrupted = Interrupter("checkpoint/snapshot_slots.py"), True
     while is_interrupted:
-        slots = snapshot_slots.SnapshotSlots(kept / "1")
+        slots = snapshot_slots.SnapshotSlots(agent_memory / "1")
         write_slot(slots, 1)
         write_slot(slots, 2)
         is_interrupted = interrupter.interrupt(slots.close)
@@ -176,7 +180,7 @@ def close(manager: CheckpointManager) -> None:
     ],
 )
 def test_a_signal_handler_at_any_line_gets_an_error_at_worst(
-    tmp_path: Path, kept: Path, act: Callable[[CheckpointManager], None]
+    tmp_path: Path, agent_memory: Path, act: Callable[[CheckpointManager], None]
 ) -> None:
     errors = list[str]()
 
@@ -189,15 +193,15 @@ def test_a_signal_handler_at_any_line_gets_an_error_at_worst(
     interrupter, is_interrupted = Interrupter(*SNAPSHOTS, handler=handler), True
     while is_interrupted:
         with CheckpointManager(tmp_path / "disk") as manager:
-            is_interrupted = interrupter.interrupt(lambda: keep_unless_closed(manager))
-            assert newest_step(kept) in ((0, 2) if act is close else (2, 3))
-        snapshot_slots.remove_snapshots(kept, snapshot_slots.list_snapshots(kept))
+            is_interrupted = interrupter.interrupt(lambda: snapshot_unless_closed(manager))
+            assert newest_step(agent_memory) in ((0, 2) if act is close else (2, 3))
+        snapshot_slots.remove_snapshots(agent_memory, snapshot_slots.list_snapshots(agent_memory))
     assert len(interrupter.where) > 50
     assert all(REJECTED in error for error in errors)
     assert errors
 
 
-def keep_unless_closed(manager: CheckpointManager) -> None:
+def snapshot_unless_closed(manager: CheckpointManager) -> None:
     try:
         manager.snapshot(2, state_of(2))
     except CheckpointError as error:
@@ -205,14 +209,14 @@ def keep_unless_closed(manager: CheckpointManager) -> None:
             raise
 
 
-class Gated:
-    """A part of a state that is read only once the gate is open."""
+class GatedPart:
+    """A part of a state whose `state_dict` blocks until the gate is open."""
 
     def __init__(self) -> None:
-        self.asked, self.gate = threading.Event(), threading.Event()
+        self.is_read, self.gate = threading.Event(), threading.Event()
 
     def state_dict(self) -> dict[str, Any]:
-        self.asked.set()
+        self.is_read.set()
         assert self.gate.wait(60)
         return {}
 
@@ -220,13 +224,13 @@ class Gated:
         """Take nothing."""
 
 
-def test_a_second_thread_is_rejected_while_one_copies(tmp_path: Path, kept: Path) -> None:
-    part = Gated()
+def test_a_second_thread_is_rejected_while_one_copies(tmp_path: Path, agent_memory: Path) -> None:
+    part = GatedPart()
     with CheckpointManager(tmp_path / "disk") as manager:
         state = {**state_of(1), "gated": part}
         thread = threading.Thread(target=lambda: manager.snapshot(1, state))
         thread.start()
-        assert part.asked.wait(60)
+        assert part.is_read.wait(60)
         for call, result in ((manager.snapshot, "kept"), (manager.save, "saved")):
             with pytest.raises(
                 CheckpointError, match=f"step 2 (is|was) not {result}: .*{REJECTED}"
@@ -234,5 +238,5 @@ def test_a_second_thread_is_rejected_while_one_copies(tmp_path: Path, kept: Path
                 call(2, state_of(2))
         part.gate.set()
         thread.join(60)
-        assert newest_step(kept) == 1
-        assert_next_snapshot_works(manager, kept, 3)
+        assert newest_step(agent_memory) == 1
+        assert_next_snapshot_works(manager, agent_memory, 3)

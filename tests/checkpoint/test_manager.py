@@ -1,4 +1,4 @@
-"""Promises of the CheckpointManager to a training script: saves, retention, fencing, restore."""
+"""CheckpointManager: saves, retention, fencing and restore."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from jobs import Job
-from managers import Gated, manager_at
+from managers import GatedStorage, create_manager
 
 from elasticlib import CheckpointManager, ElasticDistributedSampler
 from elasticlib.checkpoint.catalog import append_checksum
@@ -49,18 +49,18 @@ def test_modules_optimizers_and_samplers_are_restored_at_any_path(tmp_path: Path
     optimizer.step()
     sampler = ElasticDistributedSampler(range(10), num_replicas=1, rank=0)
     sampler.advance(4)
-    whole = {"model": model, "others": [(optimizer, sampler)], 3: OrderedDict(a=torch.ones(2))}
+    complete = {"model": model, "others": [(optimizer, sampler)], 3: OrderedDict(a=torch.ones(2))}
     with CheckpointManager(f"file://{tmp_path}/new/folder") as manager:
-        manager.save(7, whole)
+        manager.save(7, complete)
         manager.wait()
-        found = manager.load()
+        loaded = manager.load()
     assert os.listdir(tmp_path / "new" / "folder" / "step-0000000007")
     other = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
-    other.load_state_dict(found["model"])
+    other.load_state_dict(loaded["model"])
     assert torch.equal(other(torch.ones(2, 3)), model(torch.ones(2, 3)))
-    torch.optim.AdamW(other.parameters()).load_state_dict(found["others"][0][0])
-    assert found["others"][0][1] == sampler.state_dict()
-    assert isinstance(found[3], OrderedDict)
+    torch.optim.AdamW(other.parameters()).load_state_dict(loaded["others"][0][0])
+    assert loaded["others"][0][1] == sampler.state_dict()
+    assert isinstance(loaded[3], OrderedDict)
 
 
 def test_keep_last_and_keep_every_select_the_checkpoints_that_are_kept(tmp_path: Path) -> None:
@@ -120,19 +120,19 @@ def test_each_damaged_byte_is_detected_and_the_older_checkpoint_used(
 ) -> None:
     saved(tmp_path, 1, 2).close()
     (path,) = (tmp_path / "step-0000000002").glob("state.*.pack")
-    whole = path.read_bytes()
+    intact = path.read_bytes()
     manager = CheckpointManager(tmp_path)
-    for data in damaged(whole, 41):
+    for data in damaged(intact, 41):
         path.write_bytes(data)
         assert list(manager.verify()) == [2]
-        if len(data) % 50 == 0 or data[0] != whole[0]:
+        if len(data) % 50 == 0 or data[0] != intact[0]:
             assert manager.load()["step"] == 1
             assert manager.latest() == 1
             assert "step-0000000002 is corrupt: " in manager.skipped[2]
             with pytest.raises(CheckpointCorruptError, match="step-0000000002 is corrupt: "):
                 manager.load(2)
     assert "skipped" in caplog.text
-    path.write_bytes(whole)
+    path.write_bytes(intact)
     assert manager.load()["step"] == 2
     assert manager.skipped == {}
 
@@ -145,7 +145,7 @@ def test_an_intact_checkpoint_before_damaged_ones_is_not_deleted(tmp_path: Path)
     with CheckpointManager(tmp_path, keep_last=1) as manager:
         assert manager.prune().kept == (1, 2, 3)
         assert manager.load()["step"] == 1
-        # The damaged ones stay until a newer good one has replaced them.
+        # Damaged checkpoints are kept until a newer intact one exists.
         manager.save(4, state(4)).wait()
         assert manager.steps() == [4]
 
@@ -182,9 +182,9 @@ def test_restore_raises_if_there_are_checkpoints_and_none_is_usable(
         damage(folder)
     before = contents(tmp_path)
     with CheckpointManager(tmp_path, keep_last=1) as manager:
-        mine = state(0)
+        values = state(0)
         with pytest.raises(CheckpointCorruptError) as refused:
-            manager.restore(mine)
+            manager.restore(values)
         message = str(refused.value)
         assert message.startswith("there are checkpoints, and none of them can be used: ")
         assert "step-0000000100" in message or "step 100" in message
@@ -196,13 +196,13 @@ def test_restore_raises_if_there_are_checkpoints_and_none_is_usable(
                 call()
         assert contents(tmp_path) == before
 
-        found = manager.restore(mine, if_unusable="start_over")
-        assert (found.found, len(found.skipped)) == (False, 2)
-        assert mine["w"].tolist() == [0, 0, 0]
+        result = manager.restore(values, if_unusable="start_over")
+        assert (result.found, len(result.skipped)) == (False, 2)
+        assert values["w"].tolist() == [0, 0, 0]
         manager.save(1, state(1)).wait()
         manager.save(2, state(2)).wait()
         assert contents(tmp_path).items() >= before.items()  # newer steps are not pruned
-        assert manager.restore(mine).step == 2
+        assert manager.restore(values).step == 2
 
 
 def test_restore_rejects_an_unknown_value_of_if_unusable(tmp_path: Path) -> None:
@@ -214,12 +214,12 @@ def test_restore_rejects_an_unknown_value_of_if_unusable(tmp_path: Path) -> None
 
 
 def test_save_returns_before_the_write_and_the_next_save_waits(tmp_path: Path) -> None:
-    place, tensor = Gated(tmp_path), torch.ones(3)
+    place, tensor = GatedStorage(tmp_path), torch.ones(3)
     with CheckpointManager(place) as manager:
         assert (manager.last_stall_s, manager.last_durable_s) == (0.0, None)
         manager.save(1, {"w": tensor})
         tensor.zero_()
-        assert place.asked.wait(30)
+        assert place.is_writing.wait(30)
         assert manager.steps() == []
         assert manager.last_durable_s is None
         second = threading.Thread(target=manager.save, args=(2, {"w": tensor}))
@@ -246,10 +246,10 @@ def test_a_failure_in_the_background_is_raised_once_by_the_next_call(tmp_path: P
 
 
 def test_a_forked_process_neither_waits_nor_saves(tmp_path: Path) -> None:
-    place = Gated(tmp_path)
+    place = GatedStorage(tmp_path)
     with CheckpointManager(place) as manager:
         manager.save(1, {"a": 1})
-        assert place.asked.wait(30)
+        assert place.is_writing.wait(30)
         child = os.fork()
         if not child:
             status = 1
@@ -271,11 +271,11 @@ def place_in(launch: str, generation: int) -> dict[str, object]:
 
 
 def test_an_older_generation_cannot_commit_and_the_error_names_the_holder(tmp_path: Path) -> None:
-    place = Gated(tmp_path)
-    old = manager_at(place, place_in("a", 1))
+    place = GatedStorage(tmp_path)
+    old = create_manager(place, place_in("a", 1))
     old.save(5, state(1))
-    assert place.asked.wait(30)
-    with manager_at(tmp_path, place_in("a", 2)) as new:
+    assert place.is_writing.wait(30)
+    with create_manager(tmp_path, place_in("a", 2)) as new:
         new.claim()
         place.gate.set()
         with pytest.raises(
@@ -287,22 +287,22 @@ def test_an_older_generation_cannot_commit_and_the_error_names_the_holder(tmp_pa
         new.wait()
         assert len(os.listdir(tmp_path / "step-0000000005")) == 2
     with pytest.raises(CheckpointFencedError, match=r"generation 2 .*generation 1"):
-        manager_at(tmp_path, place_in("a", 1)).claim()
+        create_manager(tmp_path, place_in("a", 1)).claim()
     old.close()
     assert CheckpointManager(tmp_path).load()["step"] == 2
 
 
 def test_the_newest_launch_keeps_the_fence_of_an_older_one(tmp_path: Path) -> None:
-    first = manager_at(tmp_path, place_in("a", 7))
+    first = create_manager(tmp_path, place_in("a", 7))
     first.save(1, state(1))
     first.wait()
-    with manager_at(tmp_path, place_in("b", 1)) as second:
+    with create_manager(tmp_path, place_in("b", 1)) as second:
         second.claim()
         first.save(2, state(2))
         with pytest.raises(CheckpointFencedError, match="generation 1 of run 'job'"):
             first.close()
         with pytest.raises(CheckpointFencedError, match="launch"):
-            manager_at(tmp_path, place_in("a", 8)).claim()
+            create_manager(tmp_path, place_in("a", 8)).claim()
         second.save(3, state(3))
     assert CheckpointManager(tmp_path).steps() == [1, 3]
 
@@ -335,42 +335,42 @@ def test_only_one_of_several_concurrent_writers_can_commit(tmp_path: Path) -> No
 
 def token_of(folder: Path) -> str:
     """Return the token in the file names of the writer that holds the fence."""
-    found: str = json.loads((folder / "fence.json").read_text().splitlines()[0])["holder"]["token"]
-    return found
+    token: str = json.loads((folder / "fence.json").read_text().splitlines()[0])["holder"]["token"]
+    return token
 
 
 def test_pruning_does_not_delete_the_files_of_a_live_writer(tmp_path: Path) -> None:
-    place = Gated(tmp_path)
+    place = GatedStorage(tmp_path)
     live = CheckpointManager(place)
     live.claim()
     (folder := tmp_path / "step-0000000001").mkdir()
     token = token_of(tmp_path)
-    mine, left = folder / f"state.{token}.9.pack", folder / "state.0123456789abcdef.1.pack"
-    for path in (mine, left):
+    own_file, orphan = folder / f"state.{token}.9.pack", folder / "state.0123456789abcdef.1.pack"
+    for path in (own_file, orphan):
         path.write_bytes(b"half")
     CheckpointManager(tmp_path, keep_last=1).prune()
-    assert os.listdir(folder) == [mine.name]
+    assert os.listdir(folder) == [own_file.name]
     place.gate.set()
     live.close()
 
 
 def test_a_writer_that_lost_the_fence_cannot_prune(tmp_path: Path) -> None:
-    old, new = (manager_at(tmp_path, place_in("l", number)) for number in (1, 2))
+    old, new = (create_manager(tmp_path, place_in("l", number)) for number in (1, 2))
     old.claim()
     new.claim()
     (folder := tmp_path / "step-0000000001").mkdir()
-    mine = folder / f"state.{token_of(tmp_path)}.1.pack"
-    mine.write_bytes(b"half")
+    own_file = folder / f"state.{token_of(tmp_path)}.1.pack"
+    own_file.write_bytes(b"half")
     with pytest.raises(CheckpointFencedError, match=r"pruned.*generation 2"):
         old.prune()
-    assert mine.exists()
+    assert own_file.exists()
 
 
 def test_only_rank_0_writes(tmp_path: Path) -> None:
     for rank, local_rank, writes in [(0, 0, True), (2, 0, False)]:
         place = {"rank": rank, "local_rank": local_rank, "world": 4}
         folder = tmp_path / str(rank)
-        with manager_at(folder, place) as manager:
+        with create_manager(folder, place) as manager:
             assert manager.is_writer is writes
             manager.claim()
             manager.save(1, {})
@@ -442,16 +442,16 @@ def test_the_result_of_restore_describes_the_step_and_its_source(tmp_path: Path)
     nothing = manager.restore(state(5))
     assert (bool(nothing), nothing.found, nothing.step, nothing.source) == (False, False, 0, "")
     assert str(nothing) == "nothing to restore"
-    # Step 0 is a state like any other, and is there.
+    # Step 0 is restored like any other step.
     saved(tmp_path, 0, 7, 9).close()
     (path,) = (tmp_path / "step-0000000009").glob("state.*")
     path.write_bytes(path.read_bytes()[:-1] + b"\1")
-    found, manager = state(5), CheckpointManager(tmp_path)
-    seven = manager.restore(found)
-    assert (seven.found, seven.step, seven.source, found["step"]) == (True, 7, "disk", 7)
+    values, manager = state(5), CheckpointManager(tmp_path)
+    seven = manager.restore(values)
+    assert (seven.found, seven.step, seven.source, values["step"]) == (True, 7, "disk", 7)
     assert str(seven).startswith("step 7 from the disk; skipped: rank 0's step 9 (disk, ")
     assert repr(seven) == f"<RestoreResult: {seven}>"
-    zero = manager.restore(found, step=0)
+    zero = manager.restore(values, step=0)
     assert (bool(zero), zero.step, str(zero)) == (True, 0, "step 0 from the disk")
     assert zero == RestoreResult(0, "disk") != nothing
     assert len({zero, RestoreResult(0, "disk")}) == 1
@@ -474,26 +474,26 @@ def test_using_the_result_of_restore_as_a_number_raises(
 
 def test_restore_of_a_given_step(tmp_path: Path) -> None:
     saved(tmp_path, 3, 6, 9).close()
-    found = state(5)
+    values = state(5)
     with CheckpointManager(tmp_path) as manager:
-        assert manager.restore(found, 6).step == 6
-        assert (found["step"], found["w"].tolist()) == (6, [6, 6, 6])
+        assert manager.restore(values, 6).step == 6
+        assert (values["step"], values["w"].tolist()) == (6, [6, 6, 6])
         with pytest.raises(FileNotFoundError, match=r"no step 5 in .*; there are 3, 6, 9$"):
-            manager.restore(found, step=5)
+            manager.restore(values, step=5)
         with pytest.raises(CheckpointError, match="step must be an int"):
-            manager.restore(found, step=-1)
+            manager.restore(values, step=-1)
         (path,) = (tmp_path / "step-0000000003").glob("state.*")
         path.write_bytes(b"\1")
         with pytest.raises(
             CheckpointError, match=r"step 3 cannot be restored.*step-0000000003 is cor"
         ):
-            manager.restore(found, step=3)
-        assert (found["step"], found["w"].tolist()) == (6, [6, 6, 6])
-        # What can be read is not held up by what cannot.
+            manager.restore(values, step=3)
+        assert (values["step"], values["w"].tolist()) == (6, [6, 6, 6])
+        # An unreadable checkpoint does not affect readable ones.
         manifest = tmp_path / "step-0000000009" / "manifest.json"
         manifest.write_bytes(append_checksum(b'{"format":999}'))
         with pytest.raises(CheckpointError, match="this version reads"):
-            manager.restore(found)
-        assert manager.restore(found, step=6).step == 6
+            manager.restore(values)
+        assert manager.restore(values, step=6).step == 6
     with pytest.raises(FileNotFoundError, match="there is no other step"):
-        CheckpointManager(tmp_path / "empty").restore(found, step=1)
+        CheckpointManager(tmp_path / "empty").restore(values, step=1)

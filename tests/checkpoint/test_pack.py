@@ -1,4 +1,4 @@
-"""A state as one run of bytes: what goes in comes out, and no changed byte of its head passes."""
+"""A pack contains a state in one run of bytes, and each changed byte of its header is detected."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sample_states import in_words
+from sample_states import describe
 
 from elasticlib.checkpoint.pack import LayoutCache, plan_layout, unpack
 from elasticlib.checkpoint.pack import pack_state as packed
@@ -56,39 +56,39 @@ states = st.recursive(
 )
 
 
-def types_of(value: object) -> object:
-    """The shape of a state in types, which `==` does not tell apart."""
+def read_types(value: object) -> object:
+    """Return the types in a state, because `==` does not distinguish them."""
     if isinstance(value, dict):
-        return type(value), [(types_of(k), types_of(v)) for k, v in value.items()]
+        return type(value), [(read_types(k), read_types(v)) for k, v in value.items()]
     if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
-        return type(value), [types_of(item) for item in value]
+        return type(value), [read_types(item) for item in value]
     return type(value)
 
 
 @given(states)
-def test_what_is_packed_comes_out_equal_and_of_the_same_types(state: object) -> None:
-    found = unpack(packed(state))
-    assert found == state
-    assert types_of(found) == types_of(state)
+def test_an_unpacked_state_has_equal_values_of_the_same_types(state: object) -> None:
+    unpacked = unpack(packed(state))
+    assert unpacked == state
+    assert read_types(unpacked) == read_types(state)
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements in the order of their indices, as bytes."""
+def read_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of the elements in the order of their indices."""
     fresh = torch.empty(tensor.shape, dtype=tensor.dtype)
     return fresh.copy_(tensor).view(-1).view(torch.uint8)
 
 
-def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def is_identical(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return True if two tensors have the same bits, shape and strides, and neither is lazy."""
     return (
         (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
         and not (one.is_conj() or one.is_neg())
-        and torch.equal(bits(one), bits(other))
+        and torch.equal(read_bits(one), read_bits(other))
     )
 
 
 def as_saved(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor as it comes back: plain values, with its strides if they are dense."""
+    """Return the tensor as it is unpacked: resolved, with its strides if they are dense."""
     resolved = tensor.detach().resolve_conj().resolve_neg()
     if StridedLayout.of(resolved).is_dense:
         return resolved
@@ -96,68 +96,68 @@ def as_saved(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_tensors_keep_their_bits_and_strides_whatever_their_layout(dtype: torch.dtype) -> None:
+def test_tensors_of_any_layout_keep_their_bits_and_strides(dtype: torch.dtype) -> None:
     noise = torch.randint(0, 255, (6, 4 * dtype.itemsize), dtype=torch.uint8)
-    whole = (noise % 2).bool()[:, :4] if dtype is torch.bool else noise.view(dtype)
+    elements = (noise % 2).bool()[:, :4] if dtype is torch.bool else noise.view(dtype)
     parts = {
-        "whole": whole,
-        "turned": whole.t(),
-        "part": whole[1:5:2, 1],
-        "one": whole[0, 0],
-        "wide": whole[2].expand(3, 4),
-        "both": whole[::2, 1:2].expand(3, 2),
-        "none": whole[:0],
+        "whole": elements,
+        "turned": elements.t(),
+        "part": elements[1:5:2, 1],
+        "one": elements[0, 0],
+        "wide": elements[2].expand(3, 4),
+        "both": elements[::2, 1:2].expand(3, 2),
+        "none": elements[:0],
     }
     for state in (parts, *({"alone": part} for part in parts.values())):
-        found = unpack(packed([state, torch.empty(0, 3, dtype=dtype)]))
+        unpacked = unpack(packed([state, torch.empty(0, 3, dtype=dtype)]))
         for name, tensor in state.items():
-            assert same(found[0][name], as_saved(tensor)), name
-        assert found[1].shape == (0, 3)
+            assert is_identical(unpacked[0][name], as_saved(tensor)), name
+        assert unpacked[1].shape == (0, 3)
 
 
 sizes = st.lists(st.integers(0, 3), max_size=4)
 
 
 @given(sizes, st.lists(st.integers(0, 5), min_size=4, max_size=4), st.integers(0, 3))
-def test_any_view_comes_back_with_its_values_and_dense_strides(
+def test_an_unpacked_view_has_its_values_and_dense_strides(
     shape: list[int], steps: list[int], offset: int
 ) -> None:
     memory = torch.arange(80, dtype=torch.int32)
     view = memory.as_strided(shape, steps[: len(shape)], offset)
-    assert same(unpack(packed(view)), as_saved(view))
+    assert is_identical(unpack(packed(view)), as_saved(view))
     state = [view, memory, view.view(torch.float32), memory[3:].view(torch.uint8)]
     for copy in (False, True):
-        for found, tensor in zip(unpack(packed(state), copy=copy), state, strict=True):
-            assert same(found, as_saved(tensor))
+        for unpacked, tensor in zip(unpack(packed(state), copy=copy), state, strict=True):
+            assert is_identical(unpacked, as_saved(tensor))
 
 
 def test_conjugate_and_negative_tensors_are_saved_as_their_values() -> None:
     x = torch.tensor([1 + 2j, -3 + 0.5j, 4 - 1j])
     state = {"x": x, "y": x.conj(), "imag": x.conj().imag, "real": x.conj().real}
-    found = unpack(packed(state))
+    unpacked = unpack(packed(state))
     for name, tensor in state.items():
-        assert same(found[name], as_saved(tensor)), name
-        assert same(unpack(packed([tensor]))[0], as_saved(tensor)), name
-    found["x"].fill_(5 + 5j)
-    assert torch.equal(found["y"], state["y"]), "they are different values, and share no memory"
+        assert is_identical(unpacked[name], as_saved(tensor)), name
+        assert is_identical(unpack(packed([tensor]))[0], as_saved(tensor)), name
+    unpacked["x"].fill_(5 + 5j)
+    assert torch.equal(unpacked["y"], state["y"]), "they are different values, and share no memory"
 
 
-def test_no_more_of_a_storage_is_packed_than_is_used() -> None:
+def test_only_the_used_part_of_a_storage_is_packed() -> None:
     table = torch.randn(1000, 1000)
     for small in (table[5], table[:, 5], table[10:12, 10:12], table[5, 5].expand(100)):
         assert len(packed(small)) < 4096 + 4096
 
 
-def test_equal_views_of_one_memory_are_one_memory_again() -> None:
+def test_views_of_the_same_memory_share_memory_after_unpacking() -> None:
     table = torch.arange(12.0).view(3, 4)
     state = {"rows": table[1:], "again": table[1:], "turned": table.t(), "turned again": table.t()}
     pack = packed(state)
     assert set(safetensors.torch.load(bytes(pack))) == {"rows", "turned~storage"}
-    found = unpack(pack)
+    unpacked = unpack(pack)
     for one, other in (("rows", "again"), ("turned", "turned again")):
-        assert same(found[one], as_saved(state[one]))
-        found[one].fill_(-1)
-        assert bool((found[other] == -1).all())
+        assert is_identical(unpacked[one], as_saved(state[one]))
+        unpacked[one].fill_(-1)
+        assert bool((unpacked[other] == -1).all())
 
 
 def test_arrays_of_the_same_bytes_keep_their_dtype_shape_and_memory_order() -> None:
@@ -170,53 +170,53 @@ def test_arrays_of_the_same_bytes_keep_their_dtype_shape_and_memory_order() -> N
         assert loaded[name].flags.f_contiguous == view.flags.f_contiguous
 
 
-def test_one_tensor_is_one_and_its_detached_twin_another() -> None:
-    wanted = torch.ones(2, requires_grad=True)
+def test_a_tensor_and_its_detached_copy_are_two_tensors_after_unpacking() -> None:
+    with_gradient = torch.ones(2, requires_grad=True)
     tied = torch.nn.Parameter(torch.ones(2))
-    found = unpack(packed([wanted, wanted.detach(), tied, tied, wanted]))
-    assert [tensor.requires_grad for tensor in found] == [True, False, True, True, True]
-    assert found[0] is found[4]
-    assert found[2] is found[3]
-    assert found[0].data_ptr() == found[1].data_ptr()
+    unpacked = unpack(packed([with_gradient, with_gradient.detach(), tied, tied, with_gradient]))
+    assert [tensor.requires_grad for tensor in unpacked] == [True, False, True, True, True]
+    assert unpacked[0] is unpacked[4]
+    assert unpacked[2] is unpacked[3]
+    assert unpacked[0].data_ptr() == unpacked[1].data_ptr()
 
 
-def test_a_model_and_its_optimizer_come_back() -> None:
+def test_the_state_dicts_of_a_model_and_its_optimizer_are_unpacked() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(5, 3)).sum().backward()
     optimizer.step()
-    found = unpack(packed({"model": model.state_dict(), "optimizer": optimizer.state_dict()}))
-    assert found["model"]._metadata == model.state_dict()._metadata  # type: ignore[attr-defined]
+    unpacked = unpack(packed({"model": model.state_dict(), "optimizer": optimizer.state_dict()}))
+    assert unpacked["model"]._metadata == model.state_dict()._metadata  # type: ignore[attr-defined]
     other = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
-    other.load_state_dict(found["model"])
-    torch.optim.AdamW(other.parameters()).load_state_dict(found["optimizer"])
+    other.load_state_dict(unpacked["model"])
+    torch.optim.AdamW(other.parameters()).load_state_dict(unpacked["optimizer"])
     for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(mine, theirs)
 
 
-def test_a_tensor_that_stands_in_two_places_is_packed_once_and_still_is_one() -> None:
+def test_a_tensor_at_two_paths_is_packed_once_and_unpacked_as_one() -> None:
     tied = torch.randn(1000)
     pack = packed({"a": tied, "b": [tied]})
     assert len(pack) < 4096 + 2 * 4000
-    found = unpack(pack)
-    assert found["a"] is found["b"][0]
+    unpacked = unpack(pack)
+    assert unpacked["a"] is unpacked["b"][0]
 
 
-def test_parameters_and_what_wants_a_gradient_stay_so() -> None:
+def test_parameters_and_requires_grad_are_preserved() -> None:
     frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
-    found = unpack(packed([torch.nn.Parameter(torch.ones(2)), frozen, torch.ones(1)]))
-    assert [type(tensor) for tensor in found[:2]] == [torch.nn.Parameter] * 2
-    assert [tensor.requires_grad for tensor in found] == [True, False, False]
+    unpacked = unpack(packed([torch.nn.Parameter(torch.ones(2)), frozen, torch.ones(1)]))
+    assert [type(tensor) for tensor in unpacked[:2]] == [torch.nn.Parameter] * 2
+    assert [tensor.requires_grad for tensor in unpacked] == [True, False, False]
 
 
-def test_a_number_that_is_none_is_still_that() -> None:
-    found = unpack(packed([math.nan, -math.inf, -0.0]))
-    assert math.isnan(found[0])
-    assert found[1] == -math.inf
-    assert math.copysign(1, found[2]) == -1
+def test_special_floating_point_numbers_are_preserved() -> None:
+    unpacked = unpack(packed([math.nan, -math.inf, -0.0]))
+    assert math.isnan(unpacked[0])
+    assert unpacked[1] == -math.inf
+    assert math.copysign(1, unpacked[2]) == -1
 
 
-def test_each_device_is_waited_for_that_something_is_copied_from(
+def test_each_device_of_a_copied_tensor_is_synchronized(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     image, waited = plan_layout([torch.ones(3), torch.ones(2)]), list[torch.device]()
@@ -229,15 +229,15 @@ def test_each_device_is_waited_for_that_something_is_copied_from(
     assert waited == [second]
 
 
-def plans(cache: LayoutCache, *states: object) -> list[bool]:
-    """Plan each state, check that it comes back, and return whether its layout was reused."""
+def plan_each(cache: LayoutCache, *states: object) -> list[bool]:
+    """Plan each state, check its round trip, and return whether its layout was reused."""
     reused = []
     for state in states:
         before = list(cache._last)
         image = cache.plan(flatten(state), {"step": 1})
         memory = bytearray(image.size)
         image.copy_to(memory)
-        assert in_words(unpack(memoryview(memory))) == in_words(state)
+        assert describe(unpack(memoryview(memory))) == describe(state)
         reused.append(image.layout in before)
     return reused
 
@@ -246,9 +246,9 @@ def test_layout_is_reused_while_only_values_change() -> None:
     def state(step: int) -> dict[str, Any]:
         return {"w": torch.full((3,), float(step)), "n": step, "more": [str(step), {step}]}
 
-    assert plans(LayoutCache(), state(1), state(2), state(10**20)) == [False, True, True]
+    assert plan_each(LayoutCache(), state(1), state(2), state(10**20)) == [False, True, True]
     grows = [{"log": ["x" * size], "w": torch.ones(2)} for size in (1, 100, 5000, 5000)]
-    assert plans(LayoutCache(), *grows) == [False, True, False, True]
+    assert plan_each(LayoutCache(), *grows) == [False, True, False, True]
 
 
 W = torch.arange(4.0)
@@ -278,10 +278,10 @@ W = torch.arange(4.0)
 )
 def test_layout_is_not_reused_if_the_structure_differs(state: object, other: object) -> None:
     # The last two layouts are cached.
-    assert plans(LayoutCache(), state, other, state) == [False, False, True]
+    assert plan_each(LayoutCache(), state, other, state) == [False, False, True]
 
 
-def test_views_follow_the_pack_and_copies_do_not() -> None:
+def test_views_share_memory_with_the_pack_and_copies_do_not() -> None:
     pack = packed(torch.zeros(3))
     view, own = unpack(pack, copy=False), unpack(pack)
     pack[4096] = 1
@@ -289,23 +289,23 @@ def test_views_follow_the_pack_and_copies_do_not() -> None:
     assert own[0] == 0
 
 
-def test_what_stands_beside_the_state_is_read_from_the_head_alone() -> None:
+def test_the_metadata_is_read_from_the_header_only() -> None:
     pack = packed(torch.zeros(5000), {"step": 7})
     size, start = read_size(pack)
     assert (size, start) == (len(pack), 4096)
     assert read_meta(pack[:start]) == {"step": 7}
 
 
-class Odd:
+class Unsupported:
     pass
 
 
-LOOP: list[Any] = []
-LOOP.append(LOOP)
+CYCLE: list[Any] = []
+CYCLE.append(CYCLE)
 
 
-def nested(levels: int, width: int) -> list[Any]:
-    """A list in a list, so many levels deep; each level holds the next one `width` times."""
+def create_nested_lists(levels: int, width: int) -> list[Any]:
+    """Return nested lists. Each of the levels contains the next one `width` times."""
     state: list[Any] = []
     for _ in range(levels):
         state = [state] * width
@@ -313,23 +313,26 @@ def nested(levels: int, width: int) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("state", "said"),
+    ("state", "message"),
     [
-        ({"a": [1, Odd()]}, r"state\['a'\]\[1\] is a test_pack.Odd"),
-        ({Odd: 1}, r"state.key\(.*\) is a type"),
-        (LOOP, r"state\[0\]\[0\]\[0\] contains itself, or is nested deeper than 100 levels"),
-        (nested(MAX_DEPTH + 1, 1), rf"contains itself, or is nested deeper than {MAX_DEPTH}"),
-        (nested(MAX_DEPTH - 1, 2), "has more than .* containers occur in many places"),
+        ({"a": [1, Unsupported()]}, r"state\['a'\]\[1\] is a test_pack.Unsupported"),
+        ({Unsupported: 1}, r"state.key\(.*\) is a type"),
+        (CYCLE, r"state\[0\]\[0\]\[0\] contains itself, or is nested deeper than 100 levels"),
+        (
+            create_nested_lists(MAX_DEPTH + 1, 1),
+            rf"contains itself, or is nested deeper than {MAX_DEPTH}",
+        ),
+        (create_nested_lists(MAX_DEPTH - 1, 2), "has more than .* containers occur in many places"),
         ({"w": torch.eye(2).to_sparse()}, r"state\['w'\] is a tensor without plain elements"),
         ([torch.ones(1, device="meta")], r"state\[0\] is a tensor without plain elements"),
     ],
 )
-def test_what_cannot_be_saved_is_named_with_its_place(state: object, said: str) -> None:
-    with pytest.raises(CheckpointError, match=said):
+def test_an_unsupported_value_is_rejected_with_its_path(state: object, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
         plan_layout(state)
 
 
-def test_a_changed_byte_of_the_head_is_found_and_a_cut_end_too() -> None:
+def test_a_changed_byte_of_the_header_and_a_truncation_are_detected() -> None:
     pack = packed({"a": torch.ones(3), "b": "text"}, {"step": 1})
     _, start = read_size(pack)
     for at in range(start):
@@ -344,13 +347,13 @@ def test_a_changed_byte_of_the_head_is_found_and_a_cut_end_too() -> None:
 
 
 @given(st.binary(max_size=200))
-def test_what_is_no_pack_is_refused(noise: bytes) -> None:
+def test_random_bytes_are_rejected(noise: bytes) -> None:
     with pytest.raises(CheckpointCorruptError):
         unpack(memoryview(bytearray(noise)))
 
 
-def test_saved_sets_are_the_same_bytes_in_every_process() -> None:
-    """Ranks compare what they hold, and strings have an order of each process's own in a set."""
+def test_saved_sets_have_the_same_bytes_in_every_process() -> None:
+    """Ranks compare the bytes of their states, but the order of a set differs between processes."""
     outline = "plan_layout([set('abcdefgh'), frozenset(('x', n) for n in range(9))]).header.hex()"
     program = f"from elasticlib.checkpoint.pack import plan_layout; print({outline})"
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"

@@ -1,8 +1,8 @@
-"""The writer is killed, or the machine loses its power, at each half of a write of a commit.
+"""A kill or a loss of power at any write of a commit leaves the old or the new state.
 
-The test models what the disk contains after each call. After a kill, all written data exist. After
-a loss of power, contents that were not synced are lost; of the names that were not synced, either
-none exist, or the renamed ones, or all.
+The test models the contents of the disk after each call. After a kill, all written data exist.
+After a loss of power, contents that were not synced are lost. Of the file names that were not
+synced, either none exist, or only the renamed ones, or all.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from elasticlib.checkpoint.storage import DiskCalls, LocalStorage
 Image = dict[str, bytes]
 
 
-class Forgetful(DiskCalls):
-    """Keeps, after each call, what a kill and a loss of power would leave: files by their paths."""
+class RecordingDisk(DiskCalls):
+    """A disk that records after each call which files a kill or a loss of power would leave."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = str(folder)
         self.images: list[Image] = []
-        # Contents as last synced, by inode; names as last synced, by folder.
+        # The contents by inode, and the names by directory, at the last sync.
         self.contents: dict[int, bytes] = {}
         self.names: dict[str, dict[str, int]] = {}
         self.renamed: dict[str, dict[str, int]] = {}
@@ -39,7 +39,7 @@ class Forgetful(DiskCalls):
         self.renamed.pop(folder, None)
         self.names[folder] = {name: os.stat(f"{folder}/{name}").st_ino for name in names}
 
-    def _note(self) -> None:
+    def _record(self) -> None:
         self.images += [
             image
             for image in (
@@ -50,7 +50,7 @@ class Forgetful(DiskCalls):
         ]
 
     def _synced(self, more: dict[str, dict[str, int]]) -> Image:
-        found: Image = {}
+        files: Image = {}
 
         def walk(folder: str) -> None:
             names = self.names.get(folder, {}) | more.get(folder, {})
@@ -59,10 +59,10 @@ class Forgetful(DiskCalls):
                 if path in self.names:
                     walk(path)
                 else:
-                    found[path] = self.contents.get(inode, b"")
+                    files[path] = self.contents.get(inode, b"")
 
         walk(self.folder)
-        return found
+        return files
 
     def _files(self) -> list[Path]:
         return [path for path in Path(self.folder).rglob("*") if path.is_file()]
@@ -75,14 +75,14 @@ class Forgetful(DiskCalls):
 
     def create(self, path: str) -> int:
         handle = super().create(path)
-        # An inode's number may have been another file's.
+        # The inode number may belong to a deleted file.
         self.contents.pop(os.fstat(handle).st_ino, None)
-        self._note()
+        self._record()
         return handle
 
     def write(self, handle: int, data: memoryview) -> int:
         count = super().write(handle, data[: (len(data) + 1) // 2])
-        self._note()
+        self._record()
         return count
 
     def sync(self, handle: int) -> None:
@@ -92,26 +92,26 @@ class Forgetful(DiskCalls):
             self._sync_names(path, os.listdir(path))
         else:
             self.contents[os.fstat(handle).st_ino] = Path(path).read_bytes()
-        self._note()
+        self._record()
 
     def rename(self, old: str, new: str) -> None:
         super().rename(old, new)
         folder, name = os.path.split(new)
         self.renamed.setdefault(folder, {})[name] = os.stat(new).st_ino
-        self._note()
+        self._record()
 
     def make_folder(self, path: str) -> None:
         super().make_folder(path)
         self.names.pop(path, None)
-        self._note()
+        self._record()
 
     def remove(self, path: str) -> None:
         super().remove(path)
-        self._note()
+        self._record()
 
     def remove_folder(self, path: str) -> None:
         super().remove_folder(path)
-        self._note()
+        self._record()
 
 
 def writers(folder: Path, disk: DiskCalls | None = None) -> RankWriters:
@@ -122,7 +122,7 @@ def writers(folder: Path, disk: DiskCalls | None = None) -> RankWriters:
 
 
 def restored(image: Image, folder: Path, place: Path) -> Iterator[tuple[int, bytes]]:
-    """The checkpoints that are whole in a folder with these files, newest first."""
+    """Yield the complete checkpoints in a directory with these files, newest first."""
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir()
     for path, content in image.items():
@@ -130,9 +130,9 @@ def restored(image: Image, folder: Path, place: Path) -> Iterator[tuple[int, byt
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(content)
     shelf = CheckpointCatalog(LocalStorage(place))
-    for found in shelf.list_entries():
-        if found.manifest and not shelf.find_corruption(found.manifest):
-            yield found.step, bytes(shelf.read(found.manifest))
+    for entry in shelf.list_entries():
+        if entry.manifest and not shelf.find_corruption(entry.manifest):
+            yield entry.step, bytes(shelf.read(entry.manifest))
 
 
 def test_a_kill_or_a_loss_of_power_at_any_write_leaves_the_old_or_the_new_state(
@@ -146,7 +146,7 @@ def test_a_kill_or_a_loss_of_power_at_any_write_leaves_the_old_or_the_new_state(
         (2, b"newer", (2, b"new")),
     )
     for step, data, older in commits:
-        disk = Forgetful(folder)
+        disk = RecordingDisk(folder)
         writers(folder, disk).write(step, memoryview(data))
         assert len(disk.images) > 6
         seen = set()
@@ -162,7 +162,7 @@ def test_a_kill_or_a_loss_of_power_at_any_write_leaves_the_old_or_the_new_state(
 
 def restored_in(place: Path) -> Iterator[int]:
     return (
-        found.step
-        for found in CheckpointCatalog(LocalStorage(place)).list_entries()
-        if found.manifest
+        entry.step
+        for entry in CheckpointCatalog(LocalStorage(place)).list_entries()
+        if entry.manifest
     )

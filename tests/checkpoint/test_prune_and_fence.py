@@ -34,12 +34,12 @@ from elasticlib.checkpoint.commit import (
 )
 from elasticlib.errors import CheckpointCorruptError
 
-found = st.dictionaries(st.integers(0, 40), st.sampled_from(Integrity), max_size=12)
+integrities = st.dictionaries(st.integers(0, 40), st.sampled_from(Integrity), max_size=12)
 retentions = st.builds(Retention, st.integers(1, 5), st.integers(0, 6))
 pins = st.sets(st.integers(0, 40), max_size=5)
 
 
-@given(found, retentions, st.none() | st.integers(0, 40), pins)
+@given(integrities, retentions, st.none() | st.integers(0, 40), pins)
 def test_selection_keeps_newest_verified_pinned_and_newer_corrupt_checkpoints(
     health: dict[int, Integrity],
     retention: Retention,
@@ -73,7 +73,7 @@ def test_selection_keeps_newest_verified_pinned_and_newer_corrupt_checkpoints(
         )
 
 
-@given(found, retentions, pins)
+@given(integrities, retentions, pins)
 def test_pruning_again_deletes_nothing_more(
     health: dict[int, Integrity], retention: Retention, pinned: set[int]
 ) -> None:

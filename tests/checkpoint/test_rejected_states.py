@@ -1,4 +1,4 @@
-"""What cannot be saved or restored faithfully is rejected, with its path in the state."""
+"""A value that cannot be saved or restored exactly is rejected with its path in the state."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_value_that_cannot_be_saved_is_rejected_with_its_path(
     assert message in str(rejected.value)
 
 
-def test_bytes_of_a_dtype_that_torch_cannot_copy_are_saved_as_the_error_says(
+def test_the_remedy_for_a_dtype_that_torch_cannot_copy_works(
     tmp_path: Path,
 ) -> None:
     data = torch.tensor([1, 2, 3], dtype=torch.uint8)
@@ -68,7 +68,7 @@ def test_bytes_of_a_dtype_that_torch_cannot_copy_are_saved_as_the_error_says(
 
 
 @pytest.mark.parametrize("key", [2**64 + 1, -(2**70), 2**8191, (2**65, "x")])
-def test_integer_key_of_more_than_64_bits_comes_back(tmp_path: Path, key: Any) -> None:
+def test_integer_key_of_more_than_64_bits_is_restored(tmp_path: Path, key: Any) -> None:
     state = {"a": {key: torch.zeros(1)}}
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, {"a": {key: torch.ones(1)}}).wait()
@@ -88,7 +88,7 @@ def pattern_of(value: float) -> int:
     "pattern",
     [
         0x7FF8_0000_0000_0000,  # math.nan
-        0xFFF8_0000_0000_0000,  # what x86 makes of inf - inf
+        0xFFF8_0000_0000_0000,  # the result of inf - inf on x86
         0x7FF8_DEAD_0000_BEEF,
         0xFFFF_FFFF_FFFF_FFFF,
         0x7FF0_0000_0000_0001,  # signalling
@@ -141,7 +141,7 @@ def compiled() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("saved", "mine", "message"),
+    ("saved", "live", "message"),
     [
         (
             lambda: torch.nn.BatchNorm1d(2),
@@ -198,11 +198,11 @@ def compiled() -> Any:
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*meta parameter.*no-op:UserWarning")
 def test_state_that_cannot_take_what_was_saved_is_rejected_with_its_path(
-    tmp_path: Path, saved: Callable[[], Any], mine: Callable[[], Any], message: str
+    tmp_path: Path, saved: Callable[[], Any], live: Callable[[], Any], message: str
 ) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, {"it": [saved()], "step": 1}).wait()
-        state = {"it": [mine()], "step": 0}
+        state = {"it": [live()], "step": 0}
         with pytest.raises(StateMismatchError) as rejected:
             manager.restore(state)
     assert message in str(rejected.value)
@@ -210,11 +210,11 @@ def test_state_that_cannot_take_what_was_saved_is_rejected_with_its_path(
 
 
 @pytest.mark.parametrize(
-    ("saved", "mine"),
+    ("saved", "live"),
     [
         (lambda: Tied(tie=True, value=3), lambda: Tied(tie=True)),
         (lambda: Tied(tie=True, value=3), lambda: Tied(tie=False)),
-        # Separate when they were saved, but equal: nothing is lost.
+        # The saved tensors are separate but equal, so no value is lost.
         (lambda: [torch.ones(2), torch.ones(2)], lambda: [torch.zeros(2)] * 2),
         (lambda: one_memory(overlap=2), lambda: one_memory(overlap=2)),
         (lambda: [torch.ones(5), torch.full((5,), 2.0)], lambda: one_memory(overlap=0)),
@@ -225,13 +225,13 @@ def test_state_that_cannot_take_what_was_saved_is_rejected_with_its_path(
     ],
 )
 def test_tensors_that_share_memory_are_restored_if_no_value_is_lost(
-    tmp_path: Path, saved: Callable[[], Any], mine: Callable[[], Any]
+    tmp_path: Path, saved: Callable[[], Any], live: Callable[[], Any]
 ) -> None:
     def values(state: Any) -> list[str]:
         tensors = state.state_dict().values() if isinstance(state, torch.nn.Module) else state
         return [str(tensor.tolist()) for tensor in tensors]
 
-    wanted, state = saved(), {"it": mine()}
+    wanted, state = saved(), {"it": live()}
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, {"it": wanted}).wait()
         assert manager.restore(state)

@@ -1,4 +1,4 @@
-"""Replication of snapshots between nodes, over real connections and without torch."""
+"""Replication of snapshots between nodes over TCP connections, without torch."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Host:
         snapshot_slots.wake_agent(attempt_dir)
 
     def found(self, owner: str = "") -> list[SnapshotRef]:
-        """Return this node's snapshots, or its replicas of another node's."""
+        """Return the snapshots of this node, or its replicas of another node."""
         return [one for one in snapshot_slots.list_snapshots(self.folder) if one.owner == owner]
 
     def steps(self, owner: str) -> list[int]:
@@ -132,7 +132,7 @@ def generation(number: int, nodes: int, store: Store | None) -> list[RendezvousI
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[list[Host]]:
-    """Three nodes. In the end none of their threads is left."""
+    """Create three nodes. All of their threads must end with the test."""
     hosts = [Host(tmp_path / str(number)) for number in range(3)]
     yield hosts
     for host in hosts:
@@ -240,7 +240,7 @@ class Proxy:
 def proxied(
     hosts: list[Host], interfere: Callable[[bytes, int], bytes | None]
 ) -> Iterator[ReplicaEndpoint]:
-    """Start a generation of two nodes. A proxy forwards what the first one sends."""
+    """Start a generation of two nodes. A proxy forwards the bytes of the first node."""
     store = MemoryStore()
     infos = generation(1, 2, store)
     hosts[1].begin(infos[1])
@@ -281,7 +281,7 @@ def test_each_snapshot_is_replicated_to_the_next_node_only(hosts: list[Host]) ->
         previous = str((rank - 1) % 3)
         wait_until("the replica", host.has(previous, 5))
         (replica,) = host.found(previous)
-        pack = wait_until("its bytes", lambda host=host, one=replica: host.pack(one))
+        pack = wait_until("the bytes of the replica", lambda host=host, one=replica: host.pack(one))
         assert pack == large + bytes([int(previous)])
         assert not host.found(str((rank + 1) % 3))
         assert replica.header == hosts[int(previous)].found()[0].header
@@ -410,7 +410,7 @@ def test_a_sender_reconnects_after_its_stream_broke_and_sends_the_snapshot_again
         wait_until("the replica", hosts[1].has("0", 1))
         assert not breaks
         (replica,), (own,) = hosts[1].found("0"), hosts[0].found()
-        pack = wait_until("its bytes", lambda: hosts[1].pack(replica))
+        pack = wait_until("the bytes of the replica", lambda: hosts[1].pack(replica))
         assert pack == hosts[0].pack(own)
 
 
@@ -570,7 +570,7 @@ def test_silent_peers_are_disconnected_and_do_not_block_nodes(hosts: list[Host])
     assert hosts[1].steps("0") == [1]
 
 
-def test_a_snapshot_for_which_there_is_no_memory_is_refused_and_the_next_one_is_stored(
+def test_a_replica_without_free_memory_is_rejected_and_the_next_one_is_stored(
     hosts: list[Host],
 ) -> None:
     store = MemoryStore()

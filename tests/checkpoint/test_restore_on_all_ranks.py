@@ -116,7 +116,9 @@ def test_all_ranks_skip_a_holder_whose_read_fails(restored: Play) -> None:
 def test_all_ranks_raise_if_one_cannot_list_its_states(restored: Play) -> None:
     results = restored([[[10, 1.0]], [[20, 2.0]]], faults={1: {"list": True}})
     error = common(results, "error")
-    assert error == "CheckpointError: rank 1 could not list its states: OSError: the disk is gone"
+    assert (
+        error == "CheckpointError: rank 1 could not list its states: OSError: the disk was removed"
+    )
 
 
 def test_receivers_of_50_mib_need_memory_for_one_pack(restored: Play) -> None:
@@ -215,7 +217,7 @@ def test_parts_of_any_number_of_ranks_are_restored_and_each_byte_is_sent_once(
     assert each(results, "values") == [[0.0], [0.0], [0.0], []]
 
 
-def test_part_that_is_corrupt_or_unreadable_comes_from_another_holder(restored: Play) -> None:
+def test_part_that_is_corrupt_or_unreadable_is_read_from_another_holder(restored: Play) -> None:
     both = [part(0, 2), part(1, 2)]
     damaged = [part(0, 2, damage=True), part(1, 2)]
     results = restored([damaged, both], sharded=True, nodes=[0, 1])

@@ -1,5 +1,4 @@
-"""A pack is a safetensors file: any tool opens it, and a head that anybody may have written is
-refused with a sentence."""
+"""A pack is a safetensors file that any tool can open, and an invalid header is rejected."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from test_pack import as_saved, bits, packed, same
+from test_pack import as_saved, is_identical, packed, read_bits
 
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint.pack import plan_layout, unpack
@@ -45,8 +44,8 @@ KNOWN = [
 
 
 @st.composite
-def tensors(draw: Any) -> torch.Tensor:
-    """Of any bits, in memory of its own."""
+def draw_tensor(draw: Any) -> torch.Tensor:
+    """Draw a tensor with random bits in its own memory."""
     dtype = draw(st.sampled_from([*KNOWN, torch.complex128]))
     shape = draw(st.lists(st.integers(0, 5), max_size=3))
     count = torch.Size(shape).numel() * dtype.itemsize
@@ -63,7 +62,7 @@ arrays = st.builds(
 views = st.sampled_from(["itself", "turned", "part", "bytes", "twice", "wide"])
 
 
-def seen(tensor: torch.Tensor, how: str) -> Any:
+def create_view(tensor: torch.Tensor, how: str) -> Any:
     if how == "turned":
         return tensor.permute(list(reversed(range(tensor.dim()))))
     if how == "part":
@@ -79,34 +78,36 @@ def seen(tensor: torch.Tensor, how: str) -> Any:
 texts = st.text(st.characters(), max_size=3).filter(lambda text: not text.lstrip("-").isdigit())
 keys = st.one_of(texts, st.integers(), st.none())
 states = st.recursive(
-    st.one_of(tensors(), st.builds(seen, tensors(), views), arrays, st.text(max_size=3)),
+    st.one_of(
+        draw_tensor(), st.builds(create_view, draw_tensor(), views), arrays, st.text(max_size=3)
+    ),
     lambda part: st.one_of(
         st.lists(part, max_size=4),
         st.dictionaries(keys, part, max_size=4),
-        st.tuples(tensors(), views).map(lambda one: [one[0], seen(*one)]),
+        st.tuples(draw_tensor(), views).map(lambda one: [one[0], create_view(*one)]),
     ),
     max_leaves=8,
 )
 
 
-def paths(state: Any, above: StatePath = ()) -> Iterator[tuple[str, Any]]:
+def list_tensors(state: Any, above: StatePath = ()) -> Iterator[tuple[str, Any]]:
     if isinstance(state, dict):
         for key, part in state.items():
-            yield from paths(part, (*above, key))
+            yield from list_tensors(part, (*above, key))
     elif isinstance(state, list):
         for at, part in enumerate(state):
-            yield from paths(part, (*above, at))
+            yield from list_tensors(part, (*above, at))
     elif isinstance(state, torch.Tensor | numpy.ndarray):
         yield path_name(above), state
 
 
-def readable(state: Any) -> dict[str, Any]:
+def list_readable_tensors(state: Any) -> dict[str, Any]:
     """Return the tensors and arrays that are entries under their names, by name."""
-    found = list(paths(state))
-    memory = Counter(one.data_ptr() for _, one in found if torch.is_tensor(one))
+    loaded = list(list_tensors(state))
+    memory = Counter(one.data_ptr() for _, one in loaded if torch.is_tensor(one))
     return {
         path: one
-        for path, one in found
+        for path, one in loaded
         if path.encode("utf-8", "replace") == path.encode("utf-8", "ignore")
         and (
             as_saved(one).is_contiguous() and one.dtype in KNOWN
@@ -120,48 +121,48 @@ def readable(state: Any) -> dict[str, Any]:
 @given(states)
 def test_any_tool_finds_each_plain_tensor_under_its_path(state: Any) -> None:
     pack = packed(state)
-    found = safetensors.torch.load(bytes(pack))
-    for path, one in readable(state).items():
-        want = torch.from_numpy(one) if isinstance(one, numpy.ndarray) else one
-        assert (found[path].dtype, found[path].shape) == (want.dtype, want.shape), path
-        assert torch.equal(bits(found[path]), bits(want)), path
-    for (_, one), (_, again) in zip(paths(state), paths(unpack(pack)), strict=True):
+    loaded = safetensors.torch.load(bytes(pack))
+    for path, one in list_readable_tensors(state).items():
+        expected = torch.from_numpy(one) if isinstance(one, numpy.ndarray) else one
+        assert (loaded[path].dtype, loaded[path].shape) == (expected.dtype, expected.shape), path
+        assert torch.equal(read_bits(loaded[path]), read_bits(expected)), path
+    for (_, one), (_, again) in zip(list_tensors(state), list_tensors(unpack(pack)), strict=True):
         if isinstance(one, numpy.ndarray):
             assert (one.dtype, one.tobytes()) == (again.dtype, again.tobytes())
         else:
-            assert same(again, as_saved(one))
+            assert is_identical(again, as_saved(one))
 
 
 @given(states)
-def test_each_entry_begins_at_a_multiple_of_its_elements_size(state: Any) -> None:
+def test_each_entry_is_aligned_to_the_size_of_its_elements(state: Any) -> None:
     pack = packed(state)
     head = read_header(pack)
     assert head.start % 4096 == 0
     for entry in head.entries:
         assert entry.begin % min(64, entry.end - entry.begin & entry.begin - entry.end or 64) == 0
         assert entry.begin % ITEM_BYTES[entry.dtype] == 0
-    for _, one in paths(unpack(pack, copy=False)):
+    for _, one in list_tensors(unpack(pack, copy=False)):
         if torch.is_tensor(one) and one.numel():
             assert one.data_ptr() % one.dtype.itemsize == 0
 
 
 def test_a_checkpoint_is_opened_by_the_readers_of_safetensors(tmp_path: Path) -> None:
-    model, optimizer = sample_states.trained()
+    model, optimizer = sample_states.create_trained()
     tied = torch.nn.Parameter(torch.ones(2, 2))
     state = {"model": model, "optimizer": optimizer, "tied": [tied, tied.detach()], "step": 7}
     with CheckpointManager(tmp_path) as manager:
         manager.save(7, state)
     (path,) = tmp_path.glob("step-*/state.*.pack")
-    found = safetensors.torch.load_file(path)
+    loaded = safetensors.torch.load_file(path)
     for name, one in model.state_dict().items():
-        assert torch.equal(found[f"model/{name}"], one)
+        assert torch.equal(loaded[f"model/{name}"], one)
     assert torch.equal(
-        found["optimizer/state/0/exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"]
+        loaded["optimizer/state/0/exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"]
     )
-    assert torch.equal(found["tied/0"], tied)
-    assert "tied/1" not in found
+    assert torch.equal(loaded["tied/0"], tied)
+    assert "tied/1" not in loaded
     with safetensors.safe_open(path, "np") as file:
-        assert set(file.keys()) == set(found)
+        assert set(file.keys()) == set(loaded)
         assert file.get_slice("model/0.weight")[1:, :2].tolist() == model[0].weight[1:, :2].tolist()
         values = json.loads(file.metadata()["elasticlib.values"])
     assert values["meta"] == {"step": 7}
@@ -171,16 +172,16 @@ def test_a_checkpoint_is_opened_by_the_readers_of_safetensors(tmp_path: Path) ->
 def test_a_part_of_a_sharded_state_has_its_shards_under_their_paths(tmp_path: Path) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        state = sample_states.sharded(1)
+        state = sample_states.create_sharded(1)
         with CheckpointManager(tmp_path) as manager:
             manager.save(7, state)
     finally:
         dist.destroy_process_group()
     (path,) = tmp_path.glob("step-*/part-00000.*.pack")
-    found = safetensors.torch.load_file(path)
-    assert set(found) == {"rows", "more/0", "turned", "same", "plain~storage"}
-    assert torch.equal(found["rows"], state["rows"].to_local())
-    assert torch.equal(found["more/0"], state["more"][0].to_local())
+    loaded = safetensors.torch.load_file(path)
+    assert set(loaded) == {"rows", "more/0", "turned", "same", "plain~storage"}
+    assert torch.equal(loaded["rows"], state["rows"].to_local())
+    assert torch.equal(loaded["more/0"], state["more"][0].to_local())
 
 
 def test_keys_are_escaped_in_names() -> None:
@@ -190,10 +191,10 @@ def test_keys_are_escaped_in_names() -> None:
         **{None: torch.tensor(7), "None": torch.tensor(8), "\udc80": torch.tensor(9)},
         "turned": torch.arange(6).view(2, 3).t(),
     }
-    found = safetensors.torch.load(bytes(packed(state)))
-    memory = found.pop("turned~storage")
+    loaded = safetensors.torch.load(bytes(packed(state)))
+    memory = loaded.pop("turned~storage")
     assert memory.view(torch.int64).tolist() == [0, 1, 2, 3, 4, 5]
-    assert {name: int(one) for name, one in found.items()} == {
+    assert {name: int(one) for name, one in loaded.items()} == {
         **{"a~1b": 1, "a/b": 2, "a~0b": 3, "~__metadata__": 4, "~0storage": 5, "7": 6},
         **{"~None": 7, "None": 8, "\\udc80": 9},
     }
@@ -206,7 +207,7 @@ def test_two_tensors_with_one_name_are_rejected_with_their_paths() -> None:
     assert unpack(packed({1: 1, "1": 2})) == {1: 1, "1": 2}, "plain values have no names"
 
 
-def test_bytes_that_a_buffer_held_before_are_not_written() -> None:
+def test_earlier_contents_of_a_buffer_are_not_written() -> None:
     image = plan_layout([torch.arange(17, dtype=torch.uint8), torch.ones(3), 5])
     packs = []
     for before in (b"\0", b"\xff"):
@@ -216,16 +217,16 @@ def test_bytes_that_a_buffer_held_before_are_not_written() -> None:
     assert packs[0] == packs[1]
 
 
-def head_of(header: str, data: bytes = b"", *, size: int | None = None) -> bytes:
-    """A pack with this header behind our record, which says what is right of it."""
+def create_pack(header: str, data: bytes = b"", *, size: int | None = None) -> bytes:
+    """Return a pack with this header after the record of elasticlib, and a correct checksum."""
     start = -(-(8 + 500 + len(header)) // 4096) * 4096
     size = start + len(data) if size is None else size
     before = f'{{"__metadata__":{{"elasticlib":"pack 4 size={size:016x} head='
     text = f'{before}00000000 data=--------",{header}'.ljust(start - 8).encode()
-    whole = struct.pack("<Q", len(text)) + text
+    header_bytes = struct.pack("<Q", len(text)) + text
     at = 8 + len(before)
-    summed = zlib.crc32(whole[:at] + whole[at + 8 :])
-    return whole[:at] + b"%08x" % summed + whole[at + 8 :] + data
+    checksum = zlib.crc32(header_bytes[:at] + header_bytes[at + 8 :])
+    return header_bytes[:at] + b"%08x" % checksum + header_bytes[at + 8 :] + data
 
 
 VALUES = json.dumps(json.dumps({"meta": {}, "values": []}))
@@ -235,14 +236,14 @@ VALUED = f'"elasticlib.values":{VALUES},"elasticlib.tree":'
 NOTES = f"{VALUED}{TREE}}}"
 
 
-def test_a_head_that_is_as_it_should_be_is_read() -> None:
-    pack = head_of(f'{NOTES},"a":{ENTRY}}}', b"abcd")
+def test_a_valid_header_is_read() -> None:
+    pack = create_pack(f'{NOTES},"a":{ENTRY}}}', b"abcd")
     assert bytes(unpack(memoryview(bytearray(pack)))) == b"abcd"
     assert list(safetensors.torch.load(pack)) == ["a"]
 
 
 @pytest.mark.parametrize(
-    ("header", "said"),
+    ("header", "message"),
     [
         (f'{NOTES},"a":{ENTRY},"a":{ENTRY}}}', "the entry 'a' occurs twice"),
         (f'{NOTES},"__metadata__":{{}}}}', "expected an entry or the end"),
@@ -282,11 +283,13 @@ def test_a_head_that_is_as_it_should_be_is_read() -> None:
         ),
     ],
 )
-def test_a_head_that_somebody_made_up_is_refused_with_a_sentence(header: str, said: str) -> None:
+def test_an_invalid_header_with_a_correct_checksum_is_rejected_with_the_reason(
+    header: str, message: str
+) -> None:
     for read in (lambda pack: unpack(memoryview(bytearray(pack))), read_meta):
-        with pytest.raises(CheckpointCorruptError) as refused:
-            read(head_of(header, b"abcd"))
-        assert said in str(refused.value)
+        with pytest.raises(CheckpointCorruptError) as error:
+            read(create_pack(header, b"abcd"))
+        assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -312,31 +315,31 @@ def test_a_head_that_somebody_made_up_is_refused_with_a_sentence(header: str, sa
         {"tree": [{"tensor": 0}, None]},
     ],
 )
-def test_a_tree_that_leads_outside_is_rejected(tree: dict[str, Any]) -> None:
+def test_a_header_with_indices_outside_the_data_is_rejected(tree: dict[str, Any]) -> None:
     right = {"tree": {"tensor": 0}, "tensors": [0]}
     notes = f"{VALUED}{json.dumps(json.dumps({**right, **tree}))}}}"
     with pytest.raises(CheckpointCorruptError):
-        unpack(memoryview(bytearray(head_of(f'{notes},"a":{ENTRY}}}', b"abcd"))))
+        unpack(memoryview(bytearray(create_pack(f'{notes},"a":{ENTRY}}}', b"abcd"))))
 
 
 @pytest.mark.parametrize(
-    ("first", "said"),
+    ("prefix", "message"),
     [
-        (struct.pack("<Q", 2**63) + head_of(NOTES)[8:], "were changed: a header of"),
-        (struct.pack("<Q", 4095) + head_of(NOTES)[8:], "a header of 4103 bytes"),
-        (head_of(NOTES, size=2**63), f"{2**63} in all"),
-        (head_of(NOTES, size=4), "4 in all"),
+        (struct.pack("<Q", 2**63) + create_pack(NOTES)[8:], "were changed: a header of"),
+        (struct.pack("<Q", 4095) + create_pack(NOTES)[8:], "a header of 4103 bytes"),
+        (create_pack(NOTES, size=2**63), f"{2**63} in all"),
+        (create_pack(NOTES, size=4), "4 in all"),
         (struct.pack("<Q", 200) + b'{"a":{}}' + b" " * 200, "begins with a record"),
         (b"PK\3\4" * 100, "begins with a record"),
     ],
 )
-def test_first_bytes_of_a_size_that_cannot_be_are_refused(first: bytes, said: str) -> None:
-    with pytest.raises(CheckpointCorruptError) as refused:
-        read_size(first[:PREFIX_BYTES])
-    assert said in str(refused.value)
+def test_a_prefix_with_an_impossible_size_is_rejected(prefix: bytes, message: str) -> None:
+    with pytest.raises(CheckpointCorruptError) as error:
+        read_size(prefix[:PREFIX_BYTES])
+    assert message in str(error.value)
 
 
-def test_heads_are_read_without_torch() -> None:
+def test_headers_are_read_without_torch() -> None:
     program = (
         "import sys, elasticlib.checkpoint.safetensors_header; sys.exit('torch' in sys.modules)"
     )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from managers import Gated, told
+from managers import GatedStorage, capture_errors
 from ranks import Ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -29,7 +29,7 @@ def state(value: float) -> dict[str, Any]:
 
 
 def test_handle_reports_when_a_save_is_durable(tmp_path: Path) -> None:
-    place = Gated(tmp_path)
+    place = GatedStorage(tmp_path)
     with CheckpointManager(place) as manager:
         save = manager.save(3, state(1))
         assert (save.step, save.done(), save.error) == (3, False, None)
@@ -46,7 +46,7 @@ def test_handle_reports_when_a_save_is_durable(tmp_path: Path) -> None:
         place.gate.clear()
         child = manager.save(4, state(2))
         if not (pid := os.fork()):
-            with told() as errors:
+            with capture_errors() as errors:
                 child.wait()
             os._exit(0 if "forked from" in errors[0] and "in progress" in repr(child) else 1)
         place.gate.set()
@@ -54,7 +54,7 @@ def test_handle_reports_when_a_save_is_durable(tmp_path: Path) -> None:
 
 
 def test_a_failure_that_was_checked_is_not_raised_again(tmp_path: Path) -> None:
-    place = Gated(tmp_path)
+    place = GatedStorage(tmp_path)
     place.full = True
     place.gate.set()
     manager = CheckpointManager(place)
@@ -69,7 +69,7 @@ def test_a_failure_that_was_checked_is_not_raised_again(tmp_path: Path) -> None:
     manager.wait()
     assert full in str(other.error)
     last = manager.save(3, state(3))
-    wait_until("its end", last.done)
+    wait_until("the end of the last save", last.done)
     assert full in str(last.error)
     assert full in repr(last)
     place.full = False
@@ -83,30 +83,30 @@ def sharded(value: float) -> dict[str, Any]:
     return {"w": distribute_tensor(torch.full((5,), value), mesh, [Shard(0)])}
 
 
-def save_and_ask(folder: Path) -> list[Any]:
+def save_and_wait(folder: Path) -> list[Any]:
     """Return the results of plain and sharded saves, then of failures of both."""
-    place = Gated(folder)
+    place = GatedStorage(folder)
     place.gate.set()
-    found: list[Any] = []
+    results: list[Any] = []
     with CheckpointManager(place) as manager:
         for step, made in ((1, state(1)), (2, sharded(2))):
             save = manager.save(step, made)
             save.wait()
-            found.append((save.done(), save.error, manager.steps()))
+            results.append((save.done(), save.error, manager.steps()))
         place.full = dist.get_rank() == 0
         for step, made in ((3, state(3)), (4, sharded(4))):
             save = manager.save(step, made)
-            with told() as errors:
+            with capture_errors() as errors:
                 save.wait()
-            found.append((save.done(), errors[0] == str(save.error), errors[0]))
+            results.append((save.done(), errors[0] == str(save.error), errors[0]))
         manager.wait()  # all failures were checked
-    return found
+    return results
 
 
 def test_all_ranks_learn_whether_a_save_is_durable_or_why_it_failed(
     ranks: Ranks, tmp_path: Path
 ) -> None:
-    writer, other = ranks.run(save_and_ask, 2, tmp_path)
+    writer, other = ranks.run(save_and_wait, 2, tmp_path)
     assert writer[:2] == other[:2] == [(True, None, [1]), (True, None, [1, 2])]
     full = os.strerror(errno.ENOSPC)
     assert all(done and same for done, same, _ in writer[2:] + other[2:])
@@ -116,31 +116,31 @@ def test_all_ranks_learn_whether_a_save_is_durable_or_why_it_failed(
     assert other[3][2] == f"rank 0 could not save step 4: {writer[3][2]}"
 
 
-def fail_and_go_on(folder: Path) -> list[Any]:
+def fail_and_continue(folder: Path) -> list[Any]:
     """Make a save that fails, one that is not started, one that is rejected, and one that works."""
-    place, first = Gated(folder), dist.get_rank() == 0
+    place, first = GatedStorage(folder), dist.get_rank() == 0
     place.gate.set()
-    found: list[Any] = []
+    results: list[Any] = []
     with CheckpointManager(place) as manager:
         place.full = True
         manager.save(1, state(1))
         for step, made in ((2, state(2)), (3, {"w": object() if first else 0})):
-            with told() as errors:
+            with capture_errors() as errors:
                 manager.save(step, made).wait()
-            found.append(errors)
+            results.append(errors)
             place.full = False
         manager.save(4, state(4)).wait()
-        found.append(manager.steps())
-        with told() as errors:
+        results.append(manager.steps())
+        with capture_errors() as errors:
             manager.wait()
-        found.append(errors)
-    return found
+        results.append(errors)
+    return results
 
 
 def test_ranks_agree_on_results_after_a_save_that_was_not_started(
     ranks: Ranks, tmp_path: Path
 ) -> None:
-    writer, other = ranks.run(fail_and_go_on, 2, tmp_path)
+    writer, other = ranks.run(fail_and_continue, 2, tmp_path)
     full = os.strerror(errno.ENOSPC)
     assert full in writer[0][0]
     assert other[0] == [f"step 2 was not saved by rank 0: {writer[0][0]}"]
@@ -156,9 +156,9 @@ def total(tensor: Any) -> float:
     return float((tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).sum())
 
 
-def go_back(folder: Path) -> list[Any]:
+def restore_steps(folder: Path) -> list[Any]:
     """Restore existing steps of plain and sharded states, a missing one, and different ones."""
-    found: list[Any] = []
+    results: list[Any] = []
     with CheckpointManager(folder, keep_last=9) as manager:
         for step in (1, 2):
             manager.save(step, state(step)).wait()
@@ -167,20 +167,20 @@ def go_back(folder: Path) -> list[Any]:
         plain, cut = state(0), {"w": sharded(0.0)["w"], "n": 0}
         for step, made in ((1, plain), (3, cut), (4, cut)):
             restored = manager.restore(made, step)
-            found.append((restored.step, restored.source, total(made["w"])))
+            results.append((restored.step, restored.source, total(made["w"])))
         try:
             manager.restore(plain, step=9)
         except FileNotFoundError as error:
-            found.append(str(error))
+            results.append(str(error))
         plain = state(0)
-        with told() as errors:
+        with capture_errors() as errors:
             manager.restore(plain, step=1 + dist.get_rank())
-        found.append((errors, total(plain["w"])))
-    return found
+        results.append((errors, total(plain["w"])))
+    return results
 
 
 def test_all_ranks_restore_the_step_that_all_of_them_give(ranks: Ranks, tmp_path: Path) -> None:
-    first, second = ranks.run(go_back, 2, tmp_path)
+    first, second = ranks.run(restore_steps, 2, tmp_path)
     assert first[:3] == second[:3] == [(1, "disk", 3.0), (3, "disk", 15.0), (4, "disk", 20.0)]
     for missing in (first[3], second[3]):
         assert missing.startswith("there is no step 9 in ")
@@ -207,9 +207,9 @@ def test_a_pinned_checkpoint_is_never_pruned_even_by_a_later_manager(
         later.save(70, state(70)).wait()
         later.prune()
         assert (later.steps(), later.steps(pinned_only=True)) == ([20, 40, 70], [20, 40])
-        found = state(0)
-        assert later.restore(found, step=40).step == 40
-        assert found["w"].tolist() == [40] * 3
+        live = state(0)
+        assert later.restore(live, step=40).step == 40
+        assert live["w"].tolist() == [40] * 3
         assert main(["checkpoints", str(tmp_path)]) == 0
         rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
         assert [(row[0], "pinned" in row) for row in rows] == [

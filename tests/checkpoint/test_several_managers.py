@@ -1,4 +1,4 @@
-"""Managers side by side, in a group of ranks, and in a job that has not met yet."""
+"""Several managers in a process, in a group of ranks, and before the group exists."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def state(value: float) -> dict[str, Any]:
     return {"weight": torch.full((2,), value)}
 
 
-def test_each_of_two_managers_goes_on_from_its_own_snapshots(
+def test_each_of_two_managers_restores_its_own_snapshots(
     generation_memory: Path, tmp_path: Path
 ) -> None:
     names = ("generator", "critic")
@@ -29,14 +29,14 @@ def test_each_of_two_managers_goes_on_from_its_own_snapshots(
             assert not manager.restore(state(0.0))
             assert manager.snapshot(5 + turn, state(value))
     for turn, (name, value) in enumerate(zip(names, (1.0, 2.0), strict=True)):
-        found = state(0.0)
+        live = state(0.0)
         with CheckpointManager(tmp_path / name) as manager:
-            assert manager.restore(found).step == 5 + turn
-        assert found["weight"].tolist() == [value, value]
+            assert manager.restore(live).step == 5 + turn
+        assert live["weight"].tolist() == [value, value]
     assert list(generation_memory.iterdir())
 
 
-def test_to_go_back_to_a_step_on_the_disk_gives_up_what_was_snapshot_after_it(
+def test_restoring_an_earlier_step_from_disk_discards_later_snapshots(
     generation_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with CheckpointManager(tmp_path / "kept") as manager:
@@ -44,22 +44,22 @@ def test_to_go_back_to_a_step_on_the_disk_gives_up_what_was_snapshot_after_it(
         manager.save(3, state(3.0)).wait()
         for step in (4, 5):
             assert manager.snapshot(step, state(float(step)))
-    # The workers are started again.
+    # The agent starts the workers again.
     (later := generation_memory.parent / "2").mkdir()
     monkeypatch.setenv("ELASTICLIB_SNAPSHOTS", str(later))
-    found = state(0.0)
+    live = state(0.0)
     with CheckpointManager(tmp_path / "kept") as manager:
-        newest = manager.restore(found)
+        newest = manager.restore(live)
         assert (newest.step, newest.source) == (5, "memory")
         assert str(newest) == "step 5 from this node's memory"
-        assert manager.restore(found, step=3).source == "disk"
-        assert found["weight"].tolist() == [3.0, 3.0]
+        assert manager.restore(live, step=3).source == "disk"
+        assert live["weight"].tolist() == [3.0, 3.0]
         with pytest.raises(FileNotFoundError, match=r"there is no step 5 in .*; there are 3$"):
-            manager.restore(found, step=5)
-        assert manager.restore(found).step == 3
+            manager.restore(live, step=5)
+        assert manager.restore(live).step == 3
 
 
-def test_ranks_that_have_not_met_are_told_to(
+def test_several_ranks_without_a_process_group_get_an_error_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -71,17 +71,17 @@ def test_ranks_that_have_not_met_are_told_to(
 
 
 @pytest.mark.usefixtures("generation_memory")
-@pytest.mark.parametrize(("local_rank", "keeps"), [("0", True), ("3", False)])
-def test_the_first_rank_of_a_node_keeps_the_snapshot_where_all_have_local_rank_0(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local_rank: str, keeps: bool
+@pytest.mark.parametrize(("local_rank", "is_written"), [("0", True), ("3", False)])
+def test_only_the_first_rank_of_a_node_snapshots_if_all_ranks_have_local_rank_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local_rank: str, is_written: bool
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("ELASTICLIB_LOCAL_RANK", local_rank)
     with CheckpointManager(tmp_path / "kept") as manager:
-        assert manager.snapshot(1, state(1.0)) is keeps
+        assert manager.snapshot(1, state(1.0)) is is_written
 
 
-def save_in_a_group_of_its_own(folder: Path) -> int | None:
+def save_in_separate_group(folder: Path) -> int | None:
     group = dist.new_group([1])
     if dist.get_rank() == 0:
         return None
@@ -91,10 +91,10 @@ def save_in_a_group_of_its_own(folder: Path) -> int | None:
     return step
 
 
-def test_the_first_rank_of_a_group_writes_what_the_group_shares(
+def test_the_first_rank_of_a_group_saves_the_state_of_the_group(
     ranks: Ranks, tmp_path: Path
 ) -> None:
-    _, step = ranks.run(save_in_a_group_of_its_own, 2, tmp_path)
+    _, step = ranks.run(save_in_separate_group, 2, tmp_path)
     assert step == 0
     assert CheckpointManager(tmp_path / "kept").steps() == [1]
 
@@ -105,26 +105,26 @@ from elasticlib.checkpoint.storage import LocalStorage
 
 place = LocalStorage(sys.argv[1])
 with place.lock():
-    ours, theirs = os.pipe()
+    read_end, write_end = os.pipe()
     child = os.fork()
-    if not child:  # as a DataLoader's worker, which an epoch begins with, and which goes on reading
-        os.close(theirs)
-        os.read(ours, 1)
+    if not child:  # a DataLoader forks its workers in the same way
+        os.close(write_end)
+        os.read(read_end, 1)
         os._exit(0)
 with place.lock():
     print("again")
-os.close(theirs)
+os.close(write_end)
 os.waitpid(child, 0)
 """
 
 
-def test_a_process_forked_during_a_commit_does_not_keep_the_folder_from_the_next_one(
+def test_a_process_forked_during_a_commit_does_not_block_the_next_commit(
     tmp_path: Path,
 ) -> None:
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", FORKED_DURING_A_COMMIT, str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=100,
     )
-    assert (done.returncode, done.stdout) == (0, "again\n"), done.stderr
+    assert (process.returncode, process.stdout) == (0, "again\n"), process.stderr

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ranks import Ranks
 from sharded_resume import resume_each, save_each
-from sharding import load_alone, load_shards_of_damaged_checkpoint, save_and_fail
+from sharding import load_on_one_rank, load_shards_of_damaged_checkpoint, save_and_fail
 
 
 def test_training_resumes_bit_for_bit_with_new_optimizer_at_two_ranks_and_at_one(
@@ -23,7 +23,7 @@ def test_state_saved_at_two_ranks_is_loaded_at_two_and_at_one(ranks: Ranks, tmp_
     first, second = ranks.run(save_and_fail, 2, tmp_path)
     assert os.strerror(errno.ENOSPC) in second
     assert first == f"rank 1 could not save step 4: {second}"
-    ranks.run(load_alone, 1, tmp_path)
+    ranks.run(load_on_one_rank, 1, tmp_path)
     folder = tmp_path / "checkpoints"
     steps = ["step-0000000002", "step-0000000003"]
     assert [name for name in sorted(os.listdir(folder)) if name.startswith("step")] == steps

@@ -1,5 +1,4 @@
-"""Agents write sharded snapshots together when a job ends early: the newest step of which their
-memories contain every element."""
+"""Agents together write the newest complete sharded snapshot when a job ends early."""
 
 from __future__ import annotations
 
@@ -9,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import left_snapshots
 import pytest
+import sharded_snapshots
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import Ranks
-from test_final_save import Full, nodes
+from test_final_save import FullDisk, nodes
 
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint.boxes import Box, TensorShard
@@ -45,16 +44,16 @@ from elasticlib.checkpoint.storage import LocalStorage
 
 
 class Job:
-    """A job of two nodes with two ranks each, whose workers have ended."""
+    """A job of two nodes with two ranks each, whose workers have exited."""
 
     def __init__(self, directory: Path, ranks: Ranks) -> None:
         self.directory, self.ranks = directory, ranks
         self.checkpoints = directory / "checkpoints"
         self.infos = nodes(2)
 
-    def leave_snapshots(self, last_steps: list[int], copies: int = 1) -> dict[int, Any]:
+    def make_snapshots(self, last_steps: list[int], copies: int = 1) -> dict[int, Any]:
         """Let each rank make snapshots up to its last step. Return the state of each step."""
-        function = left_snapshots.leave_snapshots
+        function = sharded_snapshots.make_snapshots
         states: list[dict[int, Any]] = self.ranks.run(
             function, 4, self.directory, last_steps, copies
         )
@@ -70,7 +69,7 @@ class Job:
             self.memory(node),
             self.infos[node],
             is_leaving=is_leaving,
-            storage=LocalStorage(self.checkpoints, Full()) if full else None,
+            storage=LocalStorage(self.checkpoints, FullDisk()) if full else None,
             limits=Timeouts(**limits),
         )
 
@@ -88,7 +87,7 @@ class Job:
     def restore(self, world_size: int) -> tuple[int, Any]:
         """Return the step and the state that this many ranks restore from the disk."""
         results: list[tuple[int, Any]] = self.ranks.run(
-            left_snapshots.restored, world_size, self.directory
+            sharded_snapshots.restore_from_disk, world_size, self.directory
         )
         return results[0]
 
@@ -122,7 +121,7 @@ def corrupt_metadata(memory_dir: Path, step: int) -> None:
 
 def test_agents_write_the_newest_step_that_is_complete(job: Job) -> None:
     # One rank was killed before it made its snapshot of step 3.
-    states = job.leave_snapshots([3, 3, 2, 3])
+    states = job.make_snapshots([3, 3, 2, 3])
     assert job.run_both() == ["", ""]
     assert job.steps() == [2]
     assert not list(job.checkpoints.glob("final-save.*"))
@@ -131,7 +130,7 @@ def test_agents_write_the_newest_step_that_is_complete(job: Job) -> None:
 
 
 def test_final_save_is_not_skipped_because_of_a_corrupt_later_checkpoint(job: Job) -> None:
-    states = job.leave_snapshots([3, 3, 3, 3])
+    states = job.make_snapshots([3, 3, 3, 3])
     with CheckpointManager(job.checkpoints) as manager:
         manager.save(9, {"w": torch.ones(10)})
     (path,) = job.checkpoints.glob("step-*/state.*")
@@ -143,7 +142,7 @@ def test_final_save_is_not_skipped_because_of_a_corrupt_later_checkpoint(job: Jo
 
 
 def test_node_that_stays_writes_its_parts_for_a_node_that_leaves(job: Job) -> None:
-    states = job.leave_snapshots([3, 3, 3, 3])
+    states = job.make_snapshots([3, 3, 3, 3])
     staying = job.final_save(1, is_leaving=False)
     with ThreadPoolExecutor() as pool:
         result = pool.submit(staying.run)
@@ -154,7 +153,7 @@ def test_node_that_stays_writes_its_parts_for_a_node_that_leaves(job: Job) -> No
 
 
 def test_nothing_is_written_if_no_node_leaves(job: Job) -> None:
-    job.leave_snapshots([1, 1, 1, 1])
+    job.make_snapshots([1, 1, 1, 1])
     staying = [job.final_save(node, is_leaving=False, poll_s=0.01) for node in (0, 1)]
     with ThreadPoolExecutor() as pool:
         results = [pool.submit(final_save.run) for final_save in staying]
@@ -166,7 +165,7 @@ def test_nothing_is_written_if_no_node_leaves(job: Job) -> None:
 
 
 def test_one_copy_of_each_element_is_written_for_hsdp(job: Job) -> None:
-    states = job.leave_snapshots([3, 3, 3, 3], copies=2)
+    states = job.make_snapshots([3, 3, 3, 3], copies=2)
     shutil.rmtree(job.memory(0))
     assert job.final_save(1).run() == ""
     assert len(list(job.checkpoints.glob("step-*3/part-*"))) == 2
@@ -174,7 +173,7 @@ def test_one_copy_of_each_element_is_written_for_hsdp(job: Job) -> None:
 
 
 def test_each_node_reports_which_part_is_lost(job: Job) -> None:
-    job.leave_snapshots([3, 3, 3, 3])
+    job.make_snapshots([3, 3, 3, 3])
     lose_part(job.memory(0), 1)
     reason = "it is not complete: no agent holds part 1 of 4"
     problem = f"the snapshot of step 3 was not written to {job.checkpoints}: {reason}"
@@ -183,7 +182,7 @@ def test_each_node_reports_which_part_is_lost(job: Job) -> None:
 
 
 def test_copies_on_two_nodes_complete_a_state_of_which_each_copy_is_incomplete(job: Job) -> None:
-    states = job.leave_snapshots([3, 3, 3, 3], copies=2)
+    states = job.make_snapshots([3, 3, 3, 3], copies=2)
     lose_part(job.memory(0), 0)
     lose_part(job.memory(1), 3)
     assert job.run_both() == ["", ""]
@@ -192,7 +191,7 @@ def test_copies_on_two_nodes_complete_a_state_of_which_each_copy_is_incomplete(j
 
 
 def test_replicas_of_a_lost_node_are_written(job: Job) -> None:
-    states = job.leave_snapshots([3, 3, 3, 3])
+    states = job.make_snapshots([3, 3, 3, 3])
     replicate(job.memory(0), job.memory(1))
     shutil.rmtree(job.memory(0))
     assert job.final_save(1, settle_s=0.2).run() == ""
@@ -200,7 +199,7 @@ def test_replicas_of_a_lost_node_are_written(job: Job) -> None:
 
 
 def test_replicas_are_not_written_if_their_owner_writes(job: Job) -> None:
-    states = job.leave_snapshots([3, 3, 3, 3])
+    states = job.make_snapshots([3, 3, 3, 3])
     replicate(job.memory(0), job.memory(1))
     assert job.run_both() == ["", ""]
     assert len(list(job.checkpoints.glob("step-*3/part-*"))) == 4
@@ -210,7 +209,7 @@ def test_replicas_are_not_written_if_their_owner_writes(job: Job) -> None:
 def test_older_complete_step_is_written_if_the_rest_of_the_newest_is_never_reported(
     job: Job,
 ) -> None:
-    states = job.leave_snapshots([3, 3, 3, 3], copies=2)
+    states = job.make_snapshots([3, 3, 3, 3], copies=2)
     third = [ref for ref in list_snapshots(job.memory(0)) if ref.header.step == 3]
     remove_snapshots(job.memory(0), [ref for ref in third if ref.header.part == 1])
     # The copies on the other node would complete step 3, but its agent is killed.
@@ -220,14 +219,14 @@ def test_older_complete_step_is_written_if_the_rest_of_the_newest_is_never_repor
 
 
 def test_older_step_is_written_instead_of_an_unreadable_snapshot(job: Job) -> None:
-    states = job.leave_snapshots([3, 3, 3, 3])
+    states = job.make_snapshots([3, 3, 3, 3])
     corrupt_metadata(job.memory(0), 3)
     assert job.run_both() == ["", ""]
     assert job.restore(3) == (2, states[2])
 
 
 def test_replica_is_written_instead_of_an_unreadable_snapshot(job: Job) -> None:
-    states = job.leave_snapshots([3, 3, 3, 3])
+    states = job.make_snapshots([3, 3, 3, 3])
     replicate(job.memory(0), job.memory(1))
     corrupt_metadata(job.memory(0), 3)
     assert job.run_both() == ["", ""]
@@ -235,7 +234,7 @@ def test_replica_is_written_instead_of_an_unreadable_snapshot(job: Job) -> None:
 
 
 def test_each_node_reports_why_another_node_could_not_write(job: Job) -> None:
-    job.leave_snapshots([3, 3, 3, 3])
+    job.make_snapshots([3, 3, 3, 3])
     problems = job.run(job.final_save(0, full=True), job.final_save(1))
     assert ["No space left on device" in problem for problem in problems] == [True, True]
     assert not job.steps()
@@ -384,7 +383,7 @@ class Fleet:
     """Agents that act on each other's reports in any order, and may fail or die."""
 
     def __init__(self, holdings: list[dict[str, bool]], shares: str) -> None:
-        """Args: holdings: which shares each agent has, and whether as a replica."""
+        """Create one agent for each mapping of a share to whether it is a replica."""
         state = SnapshotState(1, 5, len(shares), True)
         self.shares = set(shares)
         self.num_commits = 0
@@ -393,10 +392,10 @@ class Fleet:
             str(number): AgentReport(
                 tuple(
                     PartOffer(state, shares.index(share), share, is_replica=is_replica)
-                    for share, is_replica in sorted(held.items(), key=lambda item: item[1])
+                    for share, is_replica in sorted(holding.items(), key=lambda item: item[1])
                 )
             )
-            for number, held in enumerate(holdings)
+            for number, holding in enumerate(holdings)
         }
 
     def act(self, agent: str) -> Task | Finish | None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from managers import Gated
+from managers import GatedStorage
 from ranks import Ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -24,7 +24,7 @@ from elasticlib.testing.waiting import wait_until
 
 
 class Counter:
-    """A part of a state that counts how often it is asked for its state."""
+    """A part of a state that counts the calls of its `state_dict`."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -55,7 +55,7 @@ def private_slots(manager: CheckpointManager) -> int:
 
 
 def test_a_step_with_a_save_and_a_snapshot_copies_the_state_once(
-    tmp_path: Path, kept: Path
+    tmp_path: Path, agent_memory: Path
 ) -> None:
     counter = Counter()
     with CheckpointManager(tmp_path / "disk") as manager:
@@ -63,12 +63,16 @@ def test_a_step_with_a_save_and_a_snapshot_copies_the_state_once(
         assert counter.count == 1
         # The other file is the memory for the next snapshot.
         assert sum(slot.is_used for slot in slots(manager)) == 1
-        assert (snapshot_steps(kept), manager.steps(), private_slots(manager)) == ([1], [1], 0)
+        assert (snapshot_steps(agent_memory), manager.steps(), private_slots(manager)) == (
+            [1],
+            [1],
+            0,
+        )
         assert manager.load(1)["n"] == 1
 
 
 def test_the_step_loop_copies_the_state_once_if_a_save_and_a_snapshot_are_due(
-    tmp_path: Path, kept: Path
+    tmp_path: Path, agent_memory: Path
 ) -> None:
     counter = Counter()
     sampler = ElasticDistributedSampler(range(8), 1, 0, shuffle=False)
@@ -81,38 +85,38 @@ def test_the_step_loop_copies_the_state_once_if_a_save_and_a_snapshot_are_due(
                 pass
             assert counter.count == before + 1
         manager.wait()
-        assert (manager.steps(), snapshot_steps(kept)[-1]) == ([2, 4], 4)
+        assert (manager.steps(), snapshot_steps(agent_memory)[-1]) == ([2, 4], 4)
 
 
 def test_snapshots_are_copied_to_other_slots_while_a_save_is_written(
-    tmp_path: Path, kept: Path
+    tmp_path: Path, agent_memory: Path
 ) -> None:
-    storage = Gated(tmp_path / "disk")
+    storage = GatedStorage(tmp_path / "disk")
     with CheckpointManager(storage) as manager:
         for first, is_snapshot in ((1, True), (11, False)):
             storage.gate.clear()
             save = manager.save(first, state_of(first), snapshot=is_snapshot)
             for step in range(first + 1, first + 8):
                 assert manager.snapshot(step, state_of(step))
-                assert snapshot_steps(kept)[-1] == step
+                assert snapshot_steps(agent_memory)[-1] == step
             storage.gate.set()
             save.wait()
             assert manager.load(first)["w"].unique().tolist() == [first]
-        assert len([*kept.glob("1/own.*")]) <= 3
+        assert len([*agent_memory.glob("1/own.*")]) <= 3
         assert private_slots(manager) == 0
 
 
 def test_a_snapshot_of_a_save_that_is_skipped_or_waits_is_taken_at_once(
-    tmp_path: Path, kept: Path
+    tmp_path: Path, agent_memory: Path
 ) -> None:
-    storage = Gated(tmp_path / "disk")
+    storage = GatedStorage(tmp_path / "disk")
     with CheckpointManager(storage) as manager:
         manager.save(1, state_of(1))
         assert manager.save(2, state_of(2), if_busy="skip", snapshot=True).is_skipped
-        assert snapshot_steps(kept) == [2]
+        assert snapshot_steps(agent_memory) == [2]
         thread = threading.Thread(target=lambda: manager.save(3, state_of(3), snapshot=True))
         thread.start()
-        wait_until("the snapshot of step 3", lambda: snapshot_steps(kept)[-1:] == [3])
+        wait_until("the snapshot of step 3", lambda: snapshot_steps(agent_memory)[-1:] == [3])
         assert thread.is_alive()
         storage.gate.set()
         thread.join(60)
@@ -132,7 +136,7 @@ def test_without_an_agent_all_saves_are_copied_to_one_private_slot(tmp_path: Pat
 
 @pytest.fixture
 def full_memory(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An agent's memory of 200 KiB."""
+    """Create agent memory of 200 KiB."""
     folder = small_disk / "1"
     folder.mkdir()
     monkeypatch.setenv("ELASTICLIB_SNAPSHOTS", str(folder))
@@ -157,7 +161,7 @@ def test_a_snapshot_waits_for_a_save_if_the_agents_memory_is_full(
     def state(step: int) -> dict[str, Any]:
         return state_of(step, size=20_000)  # The memory has room for two of them.
 
-    storage = Gated(tmp_path / "disk")
+    storage = GatedStorage(tmp_path / "disk")
     with CheckpointManager(storage) as manager:
         manager.save(1, state(1), snapshot=True)
         assert manager.snapshot(2, state(2))

@@ -36,21 +36,22 @@ def training_state():
 
 def test_load_returns_the_saved_state(tmp_path):
     path, state = tmp_path / "new" / "step-7.pt", training_state()
-    want = sample_states.in_words(state)
+    expected = sample_states.describe(state)
     save_checkpoint(path, state)
-    assert sample_states.in_words(load_checkpoint(path)) == want
+    assert sample_states.describe(load_checkpoint(path)) == expected
     assert (
-        sample_states.in_words(load_checkpoint(str(path), map_location=torch.device("cpu"))) == want
+        sample_states.describe(load_checkpoint(str(path), map_location=torch.device("cpu")))
+        == expected
     )
     assert os.listdir(path.parent) == ["step-7.pt"]
 
 
 def test_an_object_with_state_dict_is_saved_as_its_state(tmp_path):
-    model, optimizer = sample_states.trained()
+    model, optimizer = sample_states.create_trained()
     save_checkpoint(tmp_path / "a.pt", {"model": model, "more": [optimizer]})
-    found = load_checkpoint(tmp_path / "a.pt")
-    want = {"model": model.state_dict(), "more": [optimizer.state_dict()]}
-    assert sample_states.in_words(found) == sample_states.in_words(want)
+    loaded = load_checkpoint(tmp_path / "a.pt")
+    expected = {"model": model.state_dict(), "more": [optimizer.state_dict()]}
+    assert sample_states.describe(loaded) == sample_states.describe(expected)
 
 
 def test_damage_at_the_end_of_a_large_file_is_detected(tmp_path):
@@ -67,14 +68,14 @@ def test_damage_at_the_end_of_a_large_file_is_detected(tmp_path):
 def test_each_flipped_byte_and_each_truncation_is_rejected(tmp_path):
     path = tmp_path / "a.pt"
     save_checkpoint(path, {"w": torch.arange(3), "step": 1})
-    whole = path.read_bytes()
-    for at in range(len(whole)):
-        flipped = whole[:at] + bytes([whole[at] ^ (1 << at % 8)]) + whole[at + 1 :]
-        for damaged in (flipped, whole[:at]):
+    data = path.read_bytes()
+    for at in range(len(data)):
+        flipped = data[:at] + bytes([data[at] ^ (1 << at % 8)]) + data[at + 1 :]
+        for damaged in (flipped, data[:at]):
             path.write_bytes(damaged)
             with pytest.raises(CheckpointCorruptError, match=r"a\.pt"):
                 load_checkpoint(path)
-    path.write_bytes(whole)
+    path.write_bytes(data)
     assert load_checkpoint(path)["step"] == 1
 
 
@@ -85,7 +86,7 @@ def test_a_file_of_torch_save_is_rejected_with_the_call_that_loads_it(tmp_path):
         load_checkpoint(path)
     assert not isinstance(refused.value, CheckpointCorruptError)
     (command,) = re.findall(r"torch\.load\(.*\)", str(refused.value))
-    assert sample_states.in_words(eval(command)) == sample_states.in_words(state)
+    assert sample_states.describe(eval(command)) == sample_states.describe(state)
 
 
 def test_latest_skips_a_file_of_torch_save_with_its_reason(tmp_path, caplog):
@@ -168,10 +169,10 @@ def test_latest_raises_if_there_are_files_and_none_is_a_complete_checkpoint(tmp_
 
 def test_partial_files_are_never_the_latest_and_the_next_save_removes_them(tmp_path):
     save_checkpoint(tmp_path / "step-1.pt", 1)
-    whole = (tmp_path / "step-1.pt").read_bytes()
+    data = (tmp_path / "step-1.pt").read_bytes()
     left = [tmp_path / temp_name(name, 7) for name in ("step-2.pt", "step-2.pt.pt", "2.pt")]
     for path in left:
-        path.write_bytes(whole)
+        path.write_bytes(data)
     assert latest_checkpoint(tmp_path, "*") == tmp_path / "step-1.pt"
     assert latest_checkpoint(tmp_path, "*.partial") is None
     save_checkpoint(tmp_path / "step-2.pt", 2)
@@ -189,8 +190,8 @@ def test_an_existing_file_is_replaced_and_never_written_to(tmp_path):
     assert load_checkpoint(path) == {"step": 2}
 
 
-def save_for_ever(path, turn, pipe):
-    """Save again and again, and write each finished step to a pipe."""
+def save_repeatedly(path, turn, pipe):
+    """Save repeatedly, and write each finished step to a pipe."""
     step = turn * 10**6
     while True:
         step += 1
@@ -205,10 +206,10 @@ def kill_writers(path):
         reads, pipe = os.pipe()
         writer = os.fork()
         if not writer:
-            save_for_ever(path, turn, pipe)
+            save_repeatedly(path, turn, pipe)
         os.close(pipe)
         saved = os.read(reads, 8)
-        for _ in range(turn % 7):  # This is not synchronized with the writer.
+        for _ in range(turn % 7):  # The kill is not synchronized with the writer.
             state = load_checkpoint(path)
             assert torch.equal(state["w"], torch.full((1 << 15,), state["step"]))
         os.kill(writer, signal.SIGKILL)
@@ -219,7 +220,7 @@ def kill_writers(path):
         partial += len(os.listdir(path.parent)) - 1
         state = load_checkpoint(path)
         assert torch.equal(state["w"], torch.full((1 << 15,), state["step"]))
-        # A save that has returned is not undone, and at most the next one is in its place.
+        # A save that has returned is durable; the file has its step or the next one.
         assert state["step"] - int.from_bytes(saved, "big") in (0, 1)
         assert latest_checkpoint(path.parent, "*") == path
     return partial

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from managers import Gated, told
+from managers import GatedStorage, capture_errors
 from ranks import Ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -27,7 +27,7 @@ def state_of(value: float) -> dict[str, Any]:
 
 
 def test_a_save_is_skipped_only_while_the_previous_one_is_being_written(tmp_path: Path) -> None:
-    storage = Gated(tmp_path)
+    storage = GatedStorage(tmp_path)
     with CheckpointManager(storage) as manager:
         first = manager.save(1, state_of(1), if_busy="skip")
         assert not first.is_skipped
@@ -45,7 +45,7 @@ def test_a_save_is_skipped_only_while_the_previous_one_is_being_written(tmp_path
 
 
 def test_a_save_that_waits_is_the_default_and_is_never_skipped(tmp_path: Path) -> None:
-    storage = Gated(tmp_path)
+    storage = GatedStorage(tmp_path)
     with CheckpointManager(storage) as manager:
         manager.save(1, state_of(1))
         threading.Timer(0.1, storage.gate.set).start()
@@ -63,13 +63,13 @@ def test_save_rejects_other_values_of_if_busy(tmp_path: Path) -> None:
 
 
 def test_a_skipped_save_does_not_hide_the_failure_of_the_previous_one(tmp_path: Path) -> None:
-    storage = Gated(tmp_path)
+    storage = GatedStorage(tmp_path)
     storage.full = True
     with CheckpointManager(storage) as manager:
         first = manager.save(1, state_of(1))
         assert manager.save(2, state_of(2), if_busy="skip").is_skipped
         storage.gate.set()
-        wait_until("the first save has ended", first.done)
+        wait_until("the end of the first save", first.done)
         with pytest.raises(CheckpointError, match=os.strerror(errno.ENOSPC)):
             manager.save(3, state_of(3), if_busy="skip")
         storage.full = False
@@ -128,7 +128,7 @@ class SavesWithin:
         self.errors: list[str] = []
 
     def state_dict(self) -> dict[str, Any]:
-        with told() as errors:
+        with capture_errors() as errors:
             self.manager.save(2, {}, if_busy="skip")
         self.errors += errors
         return {}
@@ -145,7 +145,7 @@ def save_within_a_save_on_rank_0(folder: Path) -> list[str]:
             manager.save(1, {"object": state})
             return state.errors
         manager.save(1, {})
-        with told() as errors:
+        with capture_errors() as errors:
             manager.save(2, {}, if_busy="skip")
         return errors
 

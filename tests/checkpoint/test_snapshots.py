@@ -1,4 +1,4 @@
-"""A worker's snapshots in memory: whole or not there, its own, and gone back to."""
+"""Snapshots of workers in the memory of their agent are complete, separate and restorable."""
 
 from __future__ import annotations
 
@@ -33,47 +33,47 @@ from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.spec import WorkerGroup
 
 
-class Agent:
-    """Memory as an agent's, and its workers one after another."""
+class AgentMemory:
+    """The memory directory of an agent, and the snapshot sources of its successive workers."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.made: list[SnapshotSource] = []
+        self.sources: list[SnapshotSource] = []
 
     def worker(self, era: int, **more: Any) -> SnapshotSource:
         folder = self.folder / str(era)
         folder.mkdir(exist_ok=True)
-        self.made.append(SnapshotSource(SnapshotLocation(str(folder), "run", era), **more))
-        return self.made[-1]
+        self.sources.append(SnapshotSource(SnapshotLocation(str(folder), "run", era), **more))
+        return self.sources[-1]
 
     def files(self) -> list[Path]:
-        """Memory that workers have taken."""
+        """Return the slots of all workers."""
         return list(self.folder.glob("*/own.*"))
 
     def eras(self) -> set[int]:
-        """Whose whole snapshots are there."""
+        """Return the attempts that have complete snapshots."""
         return {one.era for one in snapshot_slots.list_snapshots(self.folder) if not one.owner}
 
 
 @pytest.fixture
-def agent(tmp_path: Path) -> Iterator[Agent]:
-    agent = Agent(tmp_path)
+def agent(tmp_path: Path) -> Iterator[AgentMemory]:
+    agent = AgentMemory(tmp_path)
     yield agent
-    for made in agent.made:
-        made.close()
+    for source in agent.sources:
+        source.close()
 
 
 def state(step: int, size: int = 5) -> dict[str, Any]:
     return {"model": {"w": torch.full((size,), float(step))}, "step": step}
 
 
-def keep(worker: SnapshotSource, step: int, parts: int) -> None:
-    """The first of so many parts of a sharded state, or all of one that is the same on all."""
+def make_snapshot(worker: SnapshotSource, step: int, parts: int) -> None:
+    """Make a snapshot of the first part of a sharded state, or of a state with one part."""
     worker.keep(step, plan_layout(state(step)), parts=parts, sharded=parts > 1)
 
 
 def read(source: SnapshotSource, stored: StoredState) -> Any:
-    """What is kept there; checked, and as it is now."""
+    """Check a snapshot, and return its state."""
     source.check(stored)
     found = unpack(source.view(stored))
     source.release()
@@ -84,7 +84,7 @@ def steps(source: SnapshotSource) -> list[int]:
     return [stored.step for stored in source.list_states()]
 
 
-def test_a_snapshot_is_the_state_as_it_was_for_whoever_comes_after(agent: Agent) -> None:
+def test_a_snapshot_does_not_change_while_it_is_read(agent: AgentMemory) -> None:
     worker, now = agent.worker(1), state(3)
     cost = worker.snapshot(3, now)
     now["model"]["w"].fill_(-1)
@@ -95,13 +95,15 @@ def test_a_snapshot_is_the_state_as_it_was_for_whoever_comes_after(agent: Agent)
     other = agent.worker(2)
     pinned = unpack(other.view(stored), copy=False)
     assert torch.equal(pinned["model"]["w"], torch.full((5,), 3.0))
-    # What is being read stays as it is.
+    # The slot that is being read is not overwritten.
     for step in (4, 5, 6):
         worker.snapshot(step, state(step))
     assert torch.equal(pinned["model"]["w"], torch.full((5,), 3.0))
     other.release()
     worker.snapshot(7, state(7))
-    assert torch.equal(pinned["model"]["w"], torch.full((5,), 3.0)), "it is read still"
+    assert torch.equal(pinned["model"]["w"], torch.full((5,), 3.0)), (
+        "a view of the slot still exists"
+    )
     del pinned
     worker.snapshot(8, state(8))
     with pytest.raises(CheckpointError, match="step 3"):
@@ -111,12 +113,12 @@ def test_a_snapshot_is_the_state_as_it_was_for_whoever_comes_after(agent: Agent)
 
 
 @pytest.mark.parametrize(("parts", "slots"), [(1, 2), (2, 3)])
-def test_slots_are_used_again_and_a_failed_snapshot_takes_nothing_away(
-    agent: Agent, parts: int, slots: int
+def test_slots_are_reused_and_a_failed_snapshot_loses_none(
+    agent: AgentMemory, parts: int, slots: int
 ) -> None:
     worker = agent.worker(1)
     for step in range(9):
-        keep(worker, step, parts)
+        make_snapshot(worker, step, parts)
     assert len(agent.files()) == slots
     before = steps(worker)
     assert before[: slots - 1] == [8, 7][: slots - 1]
@@ -141,8 +143,8 @@ def test_slots_are_used_again_and_a_failed_snapshot_takes_nothing_away(
     assert steps(worker) == before
 
 
-def test_a_larger_state_takes_over_when_it_is_whole_and_a_smaller_gives_memory_back(
-    agent: Agent,
+def test_states_of_changing_size_are_kept_and_memory_of_larger_ones_is_released(
+    agent: AgentMemory,
 ) -> None:
     worker = agent.worker(1)
     for step, size in enumerate((5, 100_000, 100_000, 5, 5, 5)):
@@ -153,7 +155,7 @@ def test_a_larger_state_takes_over_when_it_is_whole_and_a_smaller_gives_memory_b
     assert sum(path.stat().st_size for path in agent.folder.glob("1/*")) < 50_000
 
 
-FILLS = """
+FILL_MEMORY = """
 import sys
 from elasticlib.checkpoint.snapshot_slots import SnapshotHeader, SnapshotSlots, list_snapshots
 from elasticlib.errors import CheckpointError
@@ -168,29 +170,29 @@ print([found.header.step for found in list_snapshots(sys.argv[1])])
 """
 
 
-def test_memory_that_is_full_is_an_error_with_a_sentence_and_no_end_by_a_signal(
+def test_full_memory_raises_an_error_with_the_remedy_and_no_sigbus(
     tmp_path: Path,
 ) -> None:
     mount = 'mount -t tmpfs -o size=1m none "$1" || exit 77; mkdir "$1/1"; exec "$2" -c "$3" "$1"'
-    command = ["unshare", "-m", "sh", "-c", mount, "sh", str(tmp_path), sys.executable, FILLS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    if done.returncode in (1, 77) and "permitted" in done.stderr:
+    command = ["unshare", "-m", "sh", "-c", mount, "sh", str(tmp_path), sys.executable, FILL_MEMORY]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    if process.returncode in (1, 77) and "permitted" in process.stderr:
         pytest.skip("mounting is not permitted here")
-    assert done.returncode == 0, done.stderr
-    sentence, found = done.stdout.splitlines()
-    assert sentence.startswith(f"no memory for a snapshot of 4194304 bytes at {tmp_path}/1: ")
-    assert sentence.endswith(" bytes are free; give /dev/shm more (docker: --shm-size)")
-    assert found == "[1]"
+    assert process.returncode == 0, process.stderr
+    message, steps_found = process.stdout.splitlines()
+    assert message.startswith(f"no memory for a snapshot of 4194304 bytes at {tmp_path}/1: ")
+    assert message.endswith(" bytes are free; give /dev/shm more (docker: --shm-size)")
+    assert steps_found == "[1]"
 
 
-def test_a_worker_whose_agent_is_gone_is_told_so(agent: Agent) -> None:
+def test_a_worker_without_the_directory_of_its_agent_gets_an_error(agent: AgentMemory) -> None:
     with pytest.raises(CheckpointError, match="No such file or directory"):
         SnapshotSource(
-            SnapshotLocation(str(agent.folder / "gone" / "memory" / "9"), "run", 1)
+            SnapshotLocation(str(agent.folder / "missing" / "memory" / "9"), "run", 1)
         ).snapshot(1, state(1))
 
 
-def test_what_is_read_is_not_written_meanwhile(agent: Agent) -> None:
+def test_a_slot_is_not_written_while_it_is_read(agent: AgentMemory) -> None:
     worker = agent.worker(1)
     worker.snapshot(1, state(1))
     (found,) = snapshot_slots.list_snapshots(agent.folder)
@@ -202,11 +204,11 @@ def test_what_is_read_is_not_written_meanwhile(agent: Agent) -> None:
     worker.snapshot(5, state(5))
     worker.snapshot(6, state(6))
     with snapshot_slots.map_snapshot(agent.folder, found) as view:
-        assert view is None, "it holds a later one by now"
+        assert view is None, "the slot has a later snapshot by now"
 
 
-def test_an_error_of_a_reader_is_told_though_it_holds_some_of_what_was_read(
-    agent: Agent,
+def test_an_error_of_a_reader_is_raised_although_it_references_the_snapshot(
+    agent: AgentMemory,
 ) -> None:
     agent.worker(1).snapshot(1, state(1))
     (found,) = snapshot_slots.list_snapshots(agent.folder)
@@ -218,17 +220,17 @@ def test_an_error_of_a_reader_is_told_though_it_holds_some_of_what_was_read(
 
     with pytest.raises(ZeroDivisionError) as raised:
         read()
-    # It can still be read: what holds it keeps the memory.
+    # The exception references a view, which keeps the memory mapped.
     assert len(bytes(raised.value.args[0])) == 4
 
 
-def test_readers_and_a_writer_in_a_hurry_never_see_a_half(agent: Agent) -> None:
-    worker, over = agent.worker(1), threading.Event()
+def test_concurrent_readers_see_complete_snapshots_only(agent: AgentMemory) -> None:
+    worker, is_finished = agent.worker(1), threading.Event()
     worker.snapshot(0, state(0, 50_000))
     seen: list[tuple[int, bool]] = []
 
     def read() -> None:
-        while not over.is_set():
+        while not is_finished.is_set():
             for one in snapshot_slots.list_snapshots(agent.folder):
                 with snapshot_slots.map_snapshot(agent.folder, one) as view:
                     if view is not None:
@@ -239,22 +241,22 @@ def test_readers_and_a_writer_in_a_hurry_never_see_a_half(agent: Agent) -> None:
     reader = threading.Thread(target=read)
     reader.start()
     try:
-        wait_until("the reader to have begun", lambda: seen)
+        wait_until("the first snapshot that was read", lambda: seen)
         for step in range(1, 150):
             worker.snapshot(step, state(step, 50_000))
     finally:
-        over.set()
+        is_finished.set()
         reader.join(10)
     assert all(whole for _, whole in seen)
 
 
-def test_one_that_stood_still_clobbers_nothing_and_is_not_gone_back_to(agent: Agent) -> None:
+def test_snapshots_of_a_paused_worker_of_an_earlier_attempt_are_ignored(agent: AgentMemory) -> None:
     stale = agent.worker(1)
     stale.snapshot(10, state(10))
     successor = agent.worker(2)
     assert steps(successor) == [10]
     successor.snapshot(11, state(11))
-    assert agent.eras() == {2}, "what came before it has gone"
+    assert agent.eras() == {2}, "the snapshots of the first attempt have been removed"
     stale.snapshot(11, state(-11))
     stale.snapshot(12, state(-12, 100_000))
     newest = successor.list_states()[0]
@@ -262,24 +264,24 @@ def test_one_that_stood_still_clobbers_nothing_and_is_not_gone_back_to(agent: Ag
     assert read(successor, newest)["step"] == 11
 
 
-def test_who_goes_back_to_an_earlier_step_has_given_up_the_later_ones(agent: Agent) -> None:
+def test_resuming_from_an_earlier_step_discards_later_snapshots(agent: AgentMemory) -> None:
     first = agent.worker(1)
     for step in (5, 6):
-        keep(first, step, 2)
+        make_snapshot(first, step, 2)
     second = agent.worker(2)
     assert steps(second) == [6, 5]
     second.resume_from(5)
     assert steps(second) == [5]
     second.keep(6, plan_layout(state(60)), parts=2, sharded=True)
     assert [read(second, one)["step"] for one in second.list_states()] == [60, 5]
-    # Also in one life.
-    keep(second, 2, 2)
+    # An earlier step in the same attempt has the same effect.
+    make_snapshot(second, 2, 2)
     assert steps(second) == [2]
 
 
-@pytest.mark.parametrize(("parts", "most"), [(1, 2), (2, 4)])
-def test_a_restart_needs_no_more_memory_than_the_pages_say(
-    agent: Agent, parts: int, most: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("parts", "max_slots"), [(1, 2), (2, 4)])
+def test_a_restart_uses_no_more_slots_than_documented(
+    agent: AgentMemory, parts: int, max_slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_use: list[int] = []
 
@@ -291,7 +293,7 @@ def test_a_restart_needs_no_more_memory_than_the_pages_say(
 
     first = agent.worker(1)
     for step in range(1, 6):
-        keep(first, step, parts)
+        make_snapshot(first, step, parts)
     monkeypatch.setattr(PackImage, "copy_to", count_files_and_copy)
     for era in (2, 3):
         worker = agent.worker(era)
@@ -299,15 +301,17 @@ def test_a_restart_needs_no_more_memory_than_the_pages_say(
         worker.resume_from(newest)
         assert steps(worker)[0] == newest
         for step in range(newest + 1, newest + 5):
-            keep(worker, step, parts)
-    assert max(in_use) == most
+            make_snapshot(worker, step, parts)
+    assert max(in_use) == max_slots
 
 
-def test_what_was_being_written_when_a_worker_or_a_giver_ended_is_freed(agent: Agent) -> None:
+def test_incomplete_snapshots_of_workers_and_peers_that_exited_are_removed(
+    agent: AgentMemory,
+) -> None:
     spec = WorkerSpec(Script("train.py"))
     group = WorkerGroup(spec, (), "run", 2, 0, 1, "127.0.0.1", 1, attempt=2)
-    seat = assign_ranks([Node("n", "h", "127.0.0.1", 1)])[0]
-    info = RendezvousInfo("run", 2, seat, RendezvousStoreInfo("127.0.0.1", 1))
+    assignment = assign_ranks([Node("n", "h", "127.0.0.1", 1)])[0]
+    info = RendezvousInfo("run", 2, assignment, RendezvousStoreInfo("127.0.0.1", 1))
     first = agent.worker(1)
     first.snapshot(1, state(1))
     first.close()
@@ -321,26 +325,30 @@ def test_what_was_being_written_when_a_worker_or_a_giver_ended_is_freed(agent: A
     service = NodeSnapshotService(lambda number: agent.folder / str(number))
     with snapshot_slots.SnapshotSlots(agent.folder / "1").open_for_writing(record):
         service.on_workers_starting(info, group)
-        # One stood still in the middle of it, and goes on.
+        # The slot that is still being written is kept.
         assert len(list(agent.folder.glob("1/*.*"))) == 2
     assert sorted(one.header.step for one in snapshot_slots.list_snapshots(agent.folder)) == [1, 9]
 
 
-def test_an_era_that_goes_as_it_is_looked_at_holds_nothing(agent: Agent) -> None:
+def test_an_attempt_directory_that_is_removed_during_a_listing_is_skipped(
+    agent: AgentMemory,
+) -> None:
     agent.worker(1).snapshot(1, state(1))
     with dir_removed_when_listed(agent.folder / "2"):
         assert [one.header.step for one in snapshot_slots.list_snapshots(agent.folder)] == [1]
 
 
-def test_what_is_not_outlived_at_first_goes_when_it_is(agent: Agent) -> None:
-    keep(agent.worker(1), 5, 2)
+def test_sharded_snapshots_of_the_earlier_attempt_are_kept_until_two_new_ones_exist(
+    agent: AgentMemory,
+) -> None:
+    make_snapshot(agent.worker(1), 5, 2)
     worker = agent.worker(2)
     for step, eras in ((5, {1, 2}), (6, {1, 2}), (7, {2})):
-        keep(worker, step, 2)
+        make_snapshot(worker, step, 2)
         assert agent.eras() == eras
 
 
-def test_a_state_with_dtensors_is_noted_as_sharded_be_it_in_one_part(agent: Agent) -> None:
+def test_a_state_with_dtensors_is_marked_as_sharded_on_a_single_rank(agent: AgentMemory) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
@@ -356,24 +364,26 @@ def test_a_state_with_dtensors_is_noted_as_sharded_be_it_in_one_part(agent: Agen
     assert kinds == {(1, True), (2, True), (3, False)}
 
 
-def test_kinds_and_runs_are_apart_and_a_second_object_goes_on_counting(agent: Agent) -> None:
+def test_names_and_runs_have_separate_snapshots_and_a_new_source_continues_the_sequence(
+    agent: AgentMemory,
+) -> None:
     one, other = agent.worker(1, name="one"), agent.worker(1, name="other")
     one.snapshot(1, state(1))
     other.snapshot(7, state(7))
     assert (steps(one), steps(other)) == ([1], [7])
     agent.worker(1, name="one").snapshot(2, state(2))
     assert steps(one) == [2, 1]
-    elsewhere = SnapshotSource(
+    other_run = SnapshotSource(
         SnapshotLocation(str(agent.folder / "1"), "another run", 1), name="one"
     )
-    assert elsewhere.list_states() == []
+    assert other_run.list_states() == []
     assert agent.worker(1, writes=False).snapshot(1, state(1)) is None
     with pytest.raises(CheckpointError, match="got 2 of 2"):
         agent.worker(1, rank=2, world_size=2)
 
 
-def test_an_agent_that_looks_after_the_snapshots_is_woken_and_clears_up_itself(
-    agent: Agent,
+def test_a_snapshot_wakes_the_agent_which_removes_earlier_attempts_itself(
+    agent: AgentMemory,
 ) -> None:
     agent.worker(1).snapshot(1, state(1))
     worker = agent.worker(2)
@@ -385,7 +395,7 @@ def test_an_agent_that_looks_after_the_snapshots_is_woken_and_clears_up_itself(
     os.close(pipe)
 
 
-def test_who_snapshots_goes_on_where_the_memory_was_removed(agent: Agent) -> None:
+def test_snapshots_continue_after_their_directory_was_removed(agent: AgentMemory) -> None:
     agent.folder = agent.folder / "memory"
     agent.folder.mkdir()
     worker = agent.worker(1)
@@ -399,7 +409,7 @@ def test_who_snapshots_goes_on_where_the_memory_was_removed(agent: Agent) -> Non
     assert torch.equal(read(agent.worker(2), stored)["model"]["w"], torch.full((5,), 3.0))
 
 
-def test_a_slot_that_was_cut_short_holds_nothing_and_ends_nobody(agent: Agent) -> None:
+def test_a_truncated_slot_raises_an_error_and_no_sigbus(agent: AgentMemory) -> None:
     worker = agent.worker(1)
     worker.snapshot(1, state(1, size=100_000))
     (stored,) = worker.list_states()
@@ -410,24 +420,32 @@ def test_a_slot_that_was_cut_short_holds_nothing_and_ends_nobody(agent: Agent) -
         agent.worker(2).view(stored)
 
 
-def test_memory_for_the_next_snapshot_is_made_behind_the_training(agent: Agent) -> None:
-    """What is written into has pages already: for the second one, and for the first of the workers
-    that go on; and no slot is made too many."""
+def test_memory_for_the_next_snapshot_is_allocated_in_the_background(agent: AgentMemory) -> None:
+    """The second snapshot, and the first one after a restart, are written to allocated memory.
+
+    No additional slot is allocated.
+    """
     worker = agent.worker(1)
     for step in (1, 2, 3, 4):
         worker.snapshot(step, state(step, size=100_000))
-        wait_until("its slot and the next", lambda: whole_slots(agent, 1) == 2)
+        wait_until(
+            "the memory of the snapshot and of the next one",
+            lambda: count_allocated_slots(agent, 1) == 2,
+        )
     again = agent.worker(2)
     again.adopt_restored_step(RestoreAgreement(4, "memory", 0, 0), state(4, size=100_000))
-    wait_until("the first slot", lambda: whole_slots(agent, 2) == 1)
+    wait_until("the memory of the first slot", lambda: count_allocated_slots(agent, 2) == 1)
     again.snapshot(5, state(5, size=100_000))
-    wait_until("the second", lambda: (whole_slots(agent, 1), whole_slots(agent, 2)) == (0, 2))
+    wait_until(
+        "the memory of the second slot",
+        lambda: (count_allocated_slots(agent, 1), count_allocated_slots(agent, 2)) == (0, 2),
+    )
     found = unpack(again.view(again.list_states()[0]))
     assert torch.equal(found["model"]["w"], torch.full((100_000,), 5.0))
 
 
-def whole_slots(agent: Agent, era: int) -> int:
-    """Files whose memory is there, whoever is about to write them."""
+def count_allocated_slots(agent: AgentMemory, era: int) -> int:
+    """Return the number of slots whose memory is allocated."""
     paths = list(agent.folder.glob(f"{era}/own.*"))
     found = [os.stat(path) for path in paths]
     return sum(one.st_blocks * 512 > 400_000 for one in found)

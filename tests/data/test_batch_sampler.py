@@ -20,39 +20,39 @@ worlds = st.integers(1, 7)
 lengths, sizes = st.integers(0, 80), st.integers(1, 12)
 
 
-def world_of(n, world, batch, *, tail="exact", **options):
+def create_ranks(n, world, batch, *, tail="exact", **options):
     samplers = [ElasticDistributedSampler(range(n), world, rank) for rank in range(world)]
     for sampler in samplers:
         sampler.set_epoch(options.get("epoch", 0))
     return [ElasticBatchSampler(sampler, batch, tail=tail) for sampler in samplers]
 
 
-def order_of(n):
+def read_order(n):
     return list(ElasticDistributedSampler(range(n), 1, 0))
 
 
 @given(lengths, sizes, worlds, st.sampled_from(("exact", "drop", "pad")))
 def test_each_step_uses_the_next_samples_of_the_order_at_any_world_size(n, batch, world, tail):
-    ranks = world_of(n, world, batch, tail=tail)
-    order, rest = order_of(n), n % batch
+    ranks = create_ranks(n, world, batch, tail=tail)
+    order, rest = read_order(n), n % batch
     steps = [order[at : at + batch] for at in range(0, n, batch)]
     if rest and tail == "drop":
         del steps[-1]
     if rest and tail == "pad":
         steps[-1] += (order * batch)[: batch - rest]
     assert {len(batches) for batches in ranks} == {len(steps)}
-    found = [interleave(shares) for shares in zip(*ranks, strict=True)]
-    assert found == steps
+    used = [interleave(shares) for shares in zip(*ranks, strict=True)]
+    assert used == steps
 
 
 @given(
     lengths, sizes, st.lists(st.tuples(worlds, st.integers(0, 4)), max_size=5), worlds, st.data()
 )
 def test_kills_and_resizes_do_not_change_the_batches_of_a_job(n, batch, segments, last, data):
-    """Killed some steps after it saved, a job takes those steps again, and no others."""
+    """A job that is killed some steps after its last save repeats these steps and no others."""
     state, used = ElasticDistributedSampler(range(n), 1, 0).state_dict(), []
     for world, lost in [*segments, (last, 0)]:
-        ranks = world_of(n, world, batch)
+        ranks = create_ranks(n, world, batch)
         for batches in ranks:
             batches.load_state_dict(state)
         final = (world, lost) == (last, 0)
@@ -62,29 +62,29 @@ def test_kills_and_resizes_do_not_change_the_batches_of_a_job(n, batch, segments
             assert max(map(len, shares)) - min(map(len, shares)) <= 1
             if step == kept + lost:
                 break
-            told = {batches.advance() for batches in ranks}
-            assert told == {sum(map(len, shares))}
+            num_advanced = {batches.advance() for batches in ranks}
+            assert num_advanced == {sum(map(len, shares))}
             if step < kept:
                 used.append(interleave(shares))
                 state = ranks[-1].state_dict()
         if final:
             break
-    order = order_of(n)
+    order = read_order(n)
     assert used == [order[at : at + batch] for at in range(0, n, batch)]
     assert Counter(index for step in used for index in step) == Counter(range(n))
 
 
-def test_a_long_epoch_of_small_and_of_large_batches():
-    order = order_of(30_000)
+def test_a_long_epoch_has_each_sample_once_in_small_and_in_large_batches():
+    order = read_order(30_000)
     for batch, world in ((7, 2), (7, 9), (20_000, 1), (29_999, 3)):
-        ranks = world_of(30_000, world, batch)
-        found = [index for shares in zip(*ranks, strict=True) for index in interleave(shares)]
-        assert found == order
+        ranks = create_ranks(30_000, world, batch)
+        used = [index for shares in zip(*ranks, strict=True) for index in interleave(shares)]
+        assert used == order
 
 
 def test_a_loader_and_another_iterator_yield_the_same_batches():
-    """For a dataset that takes lists; the loader's iterator and ours are two over one position."""
-    (batches,) = world_of(10, 1, 4)
+    """The iterators of a loader and of the test use one position, and the dataset takes lists."""
+    (batches,) = create_ranks(10, 1, 4)
     data = torch.arange(10) * 10
     loader = DataLoader(data, sampler=batches, batch_size=None)
     for indices, rows in zip(batches, loader, strict=True):
@@ -106,7 +106,7 @@ def test_a_prefetched_batch_is_still_the_next_one():
 
 
 def test_a_dropped_batch_is_not_used_by_a_smaller_batch_size():
-    (batches,) = world_of(10, 1, 4, tail="drop")
+    (batches,) = create_ranks(10, 1, 4, tail="drop")
     for _ in batches:
         batches.advance()
     assert batches.state_dict()["consumed"] == 10
@@ -137,8 +137,8 @@ def test_invalid_arguments_are_rejected(options, named):
 Pair = namedtuple("Pair", "x name")
 
 
-class Named:
-    """Samples of every kind of container that torch's collate function knows."""
+class NestedSamples:
+    """A dataset whose samples have every kind of container that torch can collate."""
 
     def __len__(self):
         return 5
@@ -152,10 +152,13 @@ class Named:
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_rank_with_an_empty_share_gets_a_batch_without_rows(workers):
     batches = ElasticBatchSampler(
-        ElasticDistributedSampler(Named(), 2, 1, shuffle=False, tail="exact"), 4
+        ElasticDistributedSampler(NestedSamples(), 2, 1, shuffle=False, tail="exact"), 4
     )
     loader = DataLoader(
-        Named(), batch_sampler=batches, collate_fn=EmptyBatchCollator(Named()), num_workers=workers
+        NestedSamples(),
+        batch_sampler=batches,
+        collate_fn=EmptyBatchCollator(NestedSamples()),
+        num_workers=workers,
     )
     full, empty = loader
     assert full["x"].tolist() == [[1.0] * 3, [3.0] * 3]
@@ -166,26 +169,26 @@ def test_a_rank_with_an_empty_share_gets_a_batch_without_rows(workers):
 
 
 def test_each_step_of_the_docstring_example_has_its_weight():
-    """As in the class's docstring: 9 samples in batches of 4 on 2 ranks; the last batch is of 1."""
+    """The example has 9 samples in batches of 4 on 2 ranks, so the last batch has 1 sample."""
     for rank, rows in ((0, [2, 2, 1]), (1, [2, 2, 0])):
         sampler = ElasticDistributedSampler(range(9), 2, rank, tail="exact")
-        batches, found = ElasticBatchSampler(sampler, 4), []
+        batches, weights = ElasticBatchSampler(sampler, 4), []
         collate = EmptyBatchCollator(range(9))
         for x in DataLoader(range(9), batch_sampler=batches, collate_fn=collate):
-            found.append((len(x), batches.sample_weight))
+            weights.append((len(x), batches.sample_weight))
             batches.advance()
-        assert found == list(zip(rows, [0.5, 0.5, 2.0], strict=True))
+        assert weights == list(zip(rows, [0.5, 0.5, 2.0], strict=True))
 
 
 @pytest.mark.parametrize(("world", "pieces"), [(1, 3), (2, 1), (3, 2), (3, 3), (9, 1)])
 def test_the_gradient_averaged_over_ranks_is_that_of_one_process(world, pieces):
-    """Also with the micro-batches of docs/guide/data.md, some of which are empty on some ranks."""
+    """The test includes the micro-batches of docs/guide/data.md, some of which are empty."""
     torch.manual_seed(0)
     x, y = torch.randn(7, 3, dtype=torch.float64), torch.randn(7, 1, dtype=torch.float64)
     model = torch.nn.Linear(3, 1).double()
     expected = torch.autograd.grad(mse_loss(model(x), y), model.parameters())
     averaged = [torch.zeros_like(gradient) for gradient in expected]
-    for batches in world_of(7, world, 7):
+    for batches in create_ranks(7, world, 7):
         (mine,) = batches
         for piece in torch.tensor(mine, dtype=torch.int64).tensor_split(pieces):
             loss = mse_loss(model(x[piece]), y[piece], reduction="sum") * batches.sample_weight
@@ -193,5 +196,5 @@ def test_the_gradient_averaged_over_ranks_is_that_of_one_process(world, pieces):
                 averaged, torch.autograd.grad(loss, model.parameters()), strict=True
             ):
                 mean += part / world
-    for mean, alone in zip(averaged, expected, strict=True):
-        torch.testing.assert_close(mean, alone)
+    for mean, gradient in zip(averaged, expected, strict=True):
+        torch.testing.assert_close(mean, gradient)

@@ -1,4 +1,4 @@
-"""A sampler warns if `advance` counts other samples than were drawn, and only then."""
+"""A sampler warns if `advance` counts other samples than were drawn, and not otherwise."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from elasticlib import ElasticBatchSampler, ElasticDistributedSampler
 from elasticlib.errors import ConfigError
 
-# The loader wants workers forked from a process that has threads: python 3.12 warns of that.
+# The loader forks its workers from a process with threads, which Python 3.12 warns about.
 forks = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 torchdata = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 
 
-def sampler_of(n: int = 96, world: int = 2, **options: Any) -> ElasticDistributedSampler:
+def create_sampler(n: int = 96, world: int = 2, **options: Any) -> ElasticDistributedSampler:
     return ElasticDistributedSampler(range(n), world, 0, **options)
 
 
-def prefetched(items: Any, batch: int, lead: int) -> Iterator[list[int]]:
-    """Batches as a loader gives them out that has drawn `lead` batches more than it gave out."""
+def prefetch(items: Any, batch: int, lead: int) -> Iterator[list[int]]:
+    """Yield batches as a loader does that draws `lead` batches ahead."""
     drawn: Iterator[list[int]] = iter(lambda: list(itertools.islice(source, batch)), [])
     source, queue = iter(items), deque[list[int]]()
     for indices in drawn:
@@ -45,7 +45,7 @@ def prefetched(items: Any, batch: int, lead: int) -> Iterator[list[int]]:
 def test_a_count_without_the_world_size_is_reported_at_the_end_of_the_epoch(
     workers: int, names_epochs: bool
 ) -> None:
-    sampler = sampler_of()
+    sampler = create_sampler()
     loader = DataLoader(range(96), 2, sampler=sampler, num_workers=workers)
     if names_epochs:
         sampler.set_epoch(0)
@@ -65,7 +65,7 @@ def test_a_count_without_the_world_size_is_reported_at_the_end_of_the_epoch(
 def test_a_count_that_is_twice_too_large_is_reported_when_it_exceeds_the_epoch(
     batched: bool,
 ) -> None:
-    sampler = sampler_of()
+    sampler = create_sampler()
     batches = ElasticBatchSampler(sampler, 8)
     sampler.set_epoch(0)
 
@@ -104,12 +104,12 @@ def test_correct_counts_are_never_reported(
     tail: Any,
     drop_last: bool,
 ) -> None:
-    """However far the loader draws ahead, and wherever a rank stops within the epoch."""
-    sampler = sampler_of(n, world, tail=tail)
+    """The number of prefetched batches and the step at which a rank stops are random."""
+    sampler = create_sampler(n, world, tail=tail)
     for epoch in range(2):
         sampler.set_epoch(epoch)
         uncounted = 0
-        for step, indices in enumerate(prefetched(sampler, batch, lead)):
+        for step, indices in enumerate(prefetch(sampler, batch, lead)):
             if step == stop or (drop_last and len(indices) < batch):
                 break
             uncounted += batch * world
@@ -122,10 +122,10 @@ def test_correct_counts_are_never_reported(
 def test_correct_counts_of_a_batch_sampler_are_never_reported(
     *, n: int, world: int, batch: int, lead: int, stop: int, tail: Any
 ) -> None:
-    batches = ElasticBatchSampler(sampler_of(n, world, tail=tail), batch)
+    batches = ElasticBatchSampler(create_sampler(n, world, tail=tail), batch)
     for epoch in range(2):
         batches.set_epoch(epoch)
-        for step, _ in enumerate(prefetched(batches, 1, lead)):
+        for step, _ in enumerate(prefetch(batches, 1, lead)):
             batches.advance()
             if step == stop:
                 break
@@ -147,7 +147,7 @@ def test_correct_counts_of_a_batch_sampler_are_never_reported(
 def test_correct_counts_of_loaders_are_not_reported(
     make: Callable[..., Any], counts: bool, stop: int | None, workers: int
 ) -> None:
-    sampler = sampler_of()
+    sampler = create_sampler()
     loader = make(range(96), 2, sampler=sampler, num_workers=workers)
     for epoch in range(2):
         sampler.set_epoch(epoch)
@@ -160,7 +160,7 @@ def test_correct_counts_of_loaders_are_not_reported(
 def test_a_loader_that_resumes_from_its_state_is_not_reported() -> None:
     state, trained = None, 0
     for steps in (9, 20):
-        sampler = sampler_of()
+        sampler = create_sampler()
         loader = StatefulDataLoader(range(96), 2, sampler=sampler)
         if state is not None:
             loader.load_state_dict(state)
@@ -173,10 +173,10 @@ def test_a_loader_that_resumes_from_its_state_is_not_reported() -> None:
 
 
 def test_an_epoch_that_is_resumed_at_its_end_is_not_reported() -> None:
-    saved = sampler_of()
+    saved = create_sampler()
     saved.set_epoch(0)
     saved.advance(96)
-    resumed = sampler_of()
+    resumed = create_sampler()
     resumed.load_state_dict(saved.state_dict())
     lengths = []
     for epoch in range(resumed.epoch, 2):
@@ -186,7 +186,7 @@ def test_an_epoch_that_is_resumed_at_its_end_is_not_reported() -> None:
 
 
 def test_an_order_that_is_read_before_training_is_not_reported() -> None:
-    sampler = sampler_of()
+    sampler = create_sampler()
     for epoch in range(2):
         sampler.set_epoch(epoch)
         order = list(sampler)
@@ -196,7 +196,7 @@ def test_an_order_that_is_read_before_training_is_not_reported() -> None:
 
 @pytest.mark.parametrize("sets_epochs", [True, False])
 def test_a_script_that_never_counts_gets_one_warning_at_a_later_save(sets_epochs: bool) -> None:
-    sampler = sampler_of()
+    sampler = create_sampler()
     batches = iter(sampler) if not sets_epochs else None
     message = (
         r"samples were drawn .* between two saves, but advance\(\) was not called: .*advance\("
@@ -216,7 +216,7 @@ def test_a_script_that_never_counts_gets_one_warning_at_a_later_save(sets_epochs
 
 
 def test_a_script_that_counts_or_saves_the_iterator_gets_no_warning() -> None:
-    counted, kept, unused = sampler_of(), sampler_of(), sampler_of()
+    counted, kept, unused = create_sampler(), create_sampler(), create_sampler()
     counting, keeping = iter(counted), iter(kept)
     for _ in range(3):
         assert len(list(itertools.islice(counting, 5))) == 5
@@ -228,7 +228,7 @@ def test_a_script_that_counts_or_saves_the_iterator_gets_no_warning() -> None:
 
 
 def test_samples_that_a_loader_reads_before_an_early_save_are_not_reported() -> None:
-    sampler = sampler_of()
+    sampler = create_sampler()
     batches = iter(sampler)
     sampler.state_dict()
     assert len(list(itertools.islice(batches, 8))) == 8
@@ -236,7 +236,7 @@ def test_samples_that_a_loader_reads_before_an_early_save_are_not_reported() -> 
 
 
 def test_a_sampler_that_is_being_iterated_can_be_copied() -> None:
-    sampler = sampler_of()
+    sampler = create_sampler()
     sampler.set_epoch(0)
     for _ in itertools.islice(sampler, 3):
         sampler.advance(2)

@@ -1,4 +1,4 @@
-"""An epoch starts when set_epoch is called, also within torch's DataLoader."""
+"""An epoch starts when set_epoch is called, also within a DataLoader of torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from elasticlib import ElasticDistributedSampler
 from elasticlib.errors import ConfigError
 
-# The loader wants workers forked from a process that has threads: python 3.12 warns of that.
+# The loader forks its workers from a process with threads, which Python 3.12 warns about.
 forks = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
@@ -41,12 +41,12 @@ def test_start_index_refers_to_the_first_epoch_that_is_set():
 
 
 def orders(n, epochs, **options):
-    found = []
+    orders_of_epochs = []
     for epoch in range(epochs):
         sampler = ElasticDistributedSampler(range(n), 1, 0, **options)
         sampler.set_epoch(epoch)
-        found.append(list(sampler))
-    return found
+        orders_of_epochs.append(list(sampler))
+    return orders_of_epochs
 
 
 @pytest.mark.parametrize("sets_first_epoch", [True, False])
@@ -72,7 +72,7 @@ def test_a_script_that_counts_and_does_not_set_the_next_epoch_gets_an_error(sets
 @forks
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_script_that_does_not_count_gets_the_same_error(workers):
-    """torch's own sampler would silently repeat the order of the first epoch."""
+    """The DistributedSampler of torch would silently repeat the order of the first epoch."""
     sampler = ElasticDistributedSampler(range(12), 2, 0)
     loader = DataLoader(range(12), 2, sampler=sampler, num_workers=workers)
     assert len(list(loader)) == 3
@@ -95,7 +95,7 @@ def test_an_epoch_that_was_set_can_be_drawn_again():
 
 
 def test_an_epoch_that_is_set_again_at_its_end_is_empty():
-    """In-place recovery sets the epoch in each process group, also at the end of an epoch."""
+    """The step loop of in-place recovery sets the epoch in each group, also at its end."""
     sampler = ElasticDistributedSampler(range(10), 1, 0)
     sampler.set_epoch(0)
     for _ in sampler:
@@ -177,7 +177,7 @@ def test_persistent_workers_receive_the_remaining_samples_of_each_epoch():
         assert [*first.tolist(), *rest] == order
 
 
-def test_inside_a_batch_sampler():
+def test_a_batch_sampler_of_torch_has_the_same_samples_and_length():
     sampler = ElasticDistributedSampler(range(20), 2, 1, seed=1, start_index=6)
     sampler.set_epoch(0)
     loader = DataLoader(range(20), batch_sampler=BatchSampler(sampler, 3, drop_last=False))

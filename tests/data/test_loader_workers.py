@@ -1,4 +1,4 @@
-"""Loader workers under real signals: they outlive what all are sent, and obey their own process."""
+"""Loader workers ignore signals to their process group, and exit with the training process."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ TRAINING = """
     from torch.utils.data import DataLoader
     from elasticlib import ignore_signals_worker_init
 
-    heard = []
+    received = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, lambda number, frame: heard.append(number))
+        signal.signal(number, lambda number, frame: received.append(number))
 
-    def say(*words):
-        print(*words, flush=True)
+    def print_and_wait(*values):
+        print(*values, flush=True)
         return sys.stdin.readline()
 
-    held = iter(DataLoader(range(400), num_workers=2, worker_init_fn=ignore_signals_worker_init))
-    # One of each worker: a signal may come before it has begun, and nothing can keep that off.
-    next(held), next(held)
-    say(*(worker.pid for worker in held._workers))
+    batches = iter(DataLoader(range(400), num_workers=2, worker_init_fn=ignore_signals_worker_init))
+    # One batch of each worker, because a signal before a worker has started kills the worker.
+    next(batches), next(batches)
+    print_and_wait(*(worker.pid for worker in batches._workers))
 """
-LOADS_ON = TRAINING + "    say(len(heard), 2 + sum(1 for _ in held))"
-RAISES = TRAINING + "    raise ValueError('a broken step, while the iterator is held')"
+LOADS_ALL = TRAINING + "    print_and_wait(len(received), 2 + sum(1 for _ in batches))"
+RAISES = TRAINING + "    raise ValueError('a broken step')"
 
 
 @contextmanager
-def training(folder: Path, code: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """A process that trains, in a group of its own, and the pids of its loader's workers."""
+def start_training(folder: Path, code: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """Start a training in its own process group. Yield the process and the pids of its workers."""
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(code)],
         stdin=subprocess.PIPE,
@@ -49,7 +49,7 @@ def training(folder: Path, code: str) -> Iterator[tuple[subprocess.Popen[str], l
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        # In which multiprocessing's sockets stay behind with workers that had to be ended.
+        # multiprocessing leaves its sockets there if its workers were killed.
         env={**os.environ, "TMPDIR": str(folder)},
     )
     try:
@@ -64,21 +64,21 @@ def training(folder: Path, code: str) -> Iterator[tuple[subprocess.Popen[str], l
 def test_signals_to_the_process_group_end_no_loader_worker(
     tmp_path: Path,
 ) -> None:
-    with training(tmp_path, LOADS_ON) as (process, workers):
+    with start_training(tmp_path, LOADS_ALL) as (process, workers):
         assert len(workers) == 2
         for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGTERM):
             os.killpg(process.pid, number)
         out, err = process.communicate("\n\n", timeout=100)
-    # The interpreter acts on the signals that are pending before it reads the line.
+    # The interpreter handles all pending signals before it reads the line.
     assert (out.split(), process.returncode) == (["4", "400"], 0), err
 
 
 def test_a_training_process_that_raises_while_it_iterates_exits(tmp_path: Path) -> None:
-    with training(tmp_path, RAISES) as (process, workers):
-        ended = [os.pidfd_open(pid) for pid in workers]
+    with start_training(tmp_path, RAISES) as (process, workers):
+        descriptors = [os.pidfd_open(pid) for pid in workers]
         _, err = process.communicate("\n", timeout=100)
         assert process.returncode == 1
         assert "a broken step" in err
-        for descriptor in ended:
+        for descriptor in descriptors:
             assert select.select([descriptor], [], [], 10)[0]
             os.close(descriptor)

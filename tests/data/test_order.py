@@ -1,4 +1,4 @@
-"""Orders of the user, such as weighted sampling: each position is used exactly once."""
+"""The order can be a function of the user; each of its positions is used exactly once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elasticlib.errors import ConfigError, StateMismatchError
 WEIGHTS = torch.tensor([1.0, 0.0, 2.0, 4.0, 0.0, 1.0, 8.0, 3.0, 1.0, 2.0])
 
 
-def by_weight(weights=WEIGHTS, count=8):
+def create_weighted_order(weights=WEIGHTS, count=8):
     """Return the order of docs/guide/data.md."""
 
     def order(seed, epoch):
@@ -22,7 +22,7 @@ def by_weight(weights=WEIGHTS, count=8):
     return order
 
 
-def sampler_of(order, world=1, rank=0, **options):
+def create_sampler(order, world=1, rank=0, **options):
     return ElasticDistributedSampler(range(10), world, rank, order=order, tail="exact", **options)
 
 
@@ -30,7 +30,10 @@ def test_each_draw_is_used_once_through_resizes():
     for epoch in range(3):
         used, state = [], None
         for world, steps in ((2, 1), (3, 1), (1, 3)):
-            ranks = [sampler_of(by_weight(), world, rank, seed=5) for rank in range(world)]
+            ranks = [
+                create_sampler(create_weighted_order(), world, rank, seed=5)
+                for rank in range(world)
+            ]
             for sampler in ranks:
                 if state:
                     sampler.load_state_dict(state)
@@ -39,7 +42,7 @@ def test_each_draw_is_used_once_through_resizes():
             for sampler in ranks:
                 sampler.advance(steps * world)
             state = ranks[0].state_dict()
-        assert used == by_weight()(5, epoch).tolist()
+        assert used == create_weighted_order()(5, epoch).tolist()
         assert set(used) == set(WEIGHTS.nonzero().flatten().tolist())
 
 
@@ -50,7 +53,7 @@ def test_the_order_is_created_once_for_each_epoch():
         calls.append((seed, epoch))
         return list(range(10 * epoch, 10 * epoch + 4))
 
-    sampler = sampler_of(order, seed=3)
+    sampler = create_sampler(order, seed=3)
     batches = ElasticBatchSampler(sampler, 2)
     for epoch in range(3):
         sampler.set_epoch(epoch)
@@ -59,7 +62,7 @@ def test_the_order_is_created_once_for_each_epoch():
     assert calls == [(3, 0), (3, 1), (3, 2)]
 
 
-class Backwards:
+class ReversedOrder:
     """An order without a list of its indices."""
 
     def __len__(self):
@@ -70,19 +73,19 @@ class Backwards:
 
 
 def test_an_order_can_be_computed_on_demand():
-    sampler = sampler_of(lambda _seed, _epoch: Backwards(), start_index=5)
+    sampler = create_sampler(lambda _seed, _epoch: ReversedOrder(), start_index=5)
     assert next(iter(sampler)) == 2**40 - 6
 
 
 def test_a_state_of_other_weights_is_rejected():
-    state = sampler_of(by_weight(), seed=1).state_dict()
-    sampler_of(by_weight(), seed=1).load_state_dict(state)
+    state = create_sampler(create_weighted_order(), seed=1).state_dict()
+    create_sampler(create_weighted_order(), seed=1).load_state_dict(state)
     with pytest.raises(
         StateMismatchError, match=r"order is 'custom \w+' in the state, .* 'custom \w+'"
     ):
-        sampler_of(by_weight(WEIGHTS.flip(0)), seed=1).load_state_dict(state)
+        create_sampler(create_weighted_order(WEIGHTS.flip(0)), seed=1).load_state_dict(state)
     with pytest.raises(StateMismatchError, match=r"length is 8 .* has 7"):
-        sampler_of(by_weight(count=7), seed=1).load_state_dict(state)
+        create_sampler(create_weighted_order(count=7), seed=1).load_state_dict(state)
     with pytest.raises(StateMismatchError, match=r"order is 'custom \w+' .* has 'shuffled'"):
         ElasticDistributedSampler(range(8), 1, 0, seed=1).load_state_dict(state)
 
@@ -97,11 +100,11 @@ def test_a_state_of_other_weights_is_rejected():
 )
 def test_an_invalid_order_is_rejected(order, named):
     with pytest.raises(ConfigError, match=named):
-        sampler_of(order)
+        create_sampler(order)
 
 
 def test_each_epoch_must_have_the_same_length():
-    sampler = sampler_of(lambda _seed, epoch: range(4 + epoch))
+    sampler = create_sampler(lambda _seed, epoch: range(4 + epoch))
     assert list(sampler) == [0, 1, 2, 3]
     sampler.set_epoch(1)
     with pytest.raises(ConfigError, match=r"order\(0, 1\) returned 5 indices, .* returned 4"):

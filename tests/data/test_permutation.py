@@ -19,7 +19,7 @@ lengths = st.one_of(
 integers = st.integers(-(2**70), 2**70)
 
 
-def all_indices(length: int, *, seed: int, epoch: int = 0) -> list[int]:
+def read_all_indices(length: int, *, seed: int, epoch: int = 0) -> list[int]:
     indices: list[int] = Permutation(length, seed=seed, epoch=epoch)[torch.arange(length)].tolist()
     return indices
 
@@ -30,8 +30,8 @@ def look_up(table: LookupTable, number: int) -> int:
     return int(table.values[number])
 
 
-def reference(order: Permutation, number: int) -> int:
-    """Compute one index with Python's integers."""
+def compute_reference(order: Permutation, number: int) -> int:
+    """Compute one index with integers of Python, which cannot overflow."""
     while True:
         high, low = divmod(number, 2**order.low_bits)
         for tables_of_low, tables_of_high in order.rounds:
@@ -46,7 +46,7 @@ def reference(order: Permutation, number: int) -> int:
 
 @given(st.integers(0, 3000), integers, integers)
 def test_each_index_is_at_one_position(length: int, seed: int, epoch: int) -> None:
-    assert sorted(all_indices(length, seed=seed, epoch=epoch)) == list(range(length))
+    assert sorted(read_all_indices(length, seed=seed, epoch=epoch)) == list(range(length))
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_single_positions_have_the_same_indices(length: int) -> None:
     order = Permutation(length, seed=1)
     one_by_one = [order[torch.tensor([position])].item() for position in range(length)]
     assert sorted(one_by_one) == list(range(length))
-    assert all_indices(length, seed=1) == one_by_one
+    assert read_all_indices(length, seed=1) == one_by_one
 
 
 @given(lengths, integers, integers, st.lists(st.floats(0, 1, exclude_max=True), max_size=30))
@@ -71,7 +71,7 @@ def test_reference_agrees_up_to_2_to_the_62(
     assert len(set(indices.tolist())) == len(positions)
     assert all(0 <= index < length for index in indices.tolist())
     if length > MAX_SORTED:
-        assert indices.tolist() == [reference(order, position) for position in positions]
+        assert indices.tolist() == [compute_reference(order, position) for position in positions]
 
 
 @pytest.mark.parametrize("bits", [11, 12, 29, 30, 31, 32, 33, 45, 60, 61, 62])
@@ -117,7 +117,7 @@ KNOWN_ORDERS = {
 
 def test_other_seeds_and_epochs_have_other_tables() -> None:
     keys = [(seed, epoch) for seed in range(-3, 3) for epoch in range(5)]
-    orders = {tuple(all_indices(2000, seed=seed, epoch=epoch)[:8]) for seed, epoch in keys}
+    orders = {tuple(read_all_indices(2000, seed=seed, epoch=epoch)[:8]) for seed, epoch in keys}
     assert len(orders) == len(keys)
 
 

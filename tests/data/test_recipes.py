@@ -1,4 +1,4 @@
-"""The recipes of docs/guide/data.md, taken from the page, do what the page says."""
+"""The recipes of docs/guide/data.md do what the page describes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 from elasticlib import ElasticBatchSampler, ElasticDistributedSampler, ShardDataset
 
 
-def recipe(marker: str, **names: Any) -> dict[str, Any]:
-    """Run the block of the page that has a text, and return the names that it leaves."""
+def run_recipe(marker: str, **names: Any) -> dict[str, Any]:
+    """Run the code block of the page that contains `marker`, and return the names it defines."""
     (code,) = (code for _, code in read_page("guide/data.md")[1] if marker in code)
     exec(code, names)
     return names
@@ -33,16 +33,16 @@ def test_micro_batches_have_the_gradient_of_the_whole_batch() -> None:
     for max_piece in (7, 2):
         torch.manual_seed(1)
         model = torch.nn.Linear(3, 1)
-        model.no_sync = contextlib.nullcontext  # as of DistributedDataParallel
+        model.no_sync = contextlib.nullcontext  # a method of DistributedDataParallel
         sampler = ElasticDistributedSampler(range(7), 1, 0, tail="exact")
-        names = recipe("max_piece", batches=ElasticBatchSampler(sampler, 7), world_size=1)
+        names = run_recipe("max_piece", batches=ElasticBatchSampler(sampler, 7), world_size=1)
         names["train_in_pieces"](model, summed_loss, x, y, max_piece)
         gradients.append(model.weight.grad)
     torch.testing.assert_close(*gradients)
 
 
 def test_learning_rates_are_scaled_during_a_step_only() -> None:
-    names = recipe("register_step_pre_hook", model=torch.nn.Linear(1, 1), world_size=4)
+    names = run_recipe("register_step_pre_hook", model=torch.nn.Linear(1, 1), world_size=4)
     optimizer, model = names["optimizer"], names["model"]
     for parameter in model.parameters():
         torch.nn.init.ones_(parameter)
@@ -57,7 +57,7 @@ def test_learning_rates_are_scaled_during_a_step_only() -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_stream_continues_at_another_world_size(workers: int) -> None:
     sizes = (5, 9, 0, 14, 7, 20)
-    names = recipe(
+    names = run_recipe(
         "IterableDataset",
         DataLoader=DataLoader,
         ElasticDistributedSampler=partial(ElasticDistributedSampler, num_replicas=1, rank=0),

@@ -24,16 +24,16 @@ lengths = st.integers(0, 80)
 
 
 def randperm(seed, epoch):
-    """An order as of a user, of as many samples as the test below says."""
+    """Return a random order of `randperm.length` samples, as a function of the user does."""
     return torch.randperm(randperm.length, generator=torch.Generator().manual_seed(seed + epoch))
 
 
-def world_of(n, world, **options):
+def create_ranks(n, world, **options):
     return [ElasticDistributedSampler(range(n), world, rank, **options) for rank in range(world)]
 
 
-def steps_of(samplers, batch):
-    """What each step of the world uses, over all ranks, in the order of the epoch."""
+def read_steps(samplers, batch):
+    """Yield the samples that all ranks use in each step, in the order of the epoch."""
     left = [list(sampler) for sampler in samplers]
     for k in range(0, max(len(indices) for indices in left), batch):
         yield interleave(indices[k : k + batch] for indices in left)
@@ -52,11 +52,11 @@ def test_every_sample_is_used_once_through_resizes(n, seed, shuffle, segments, l
     undisturbed = list(ElasticDistributedSampler(range(n), 1, 0, **options))
     used, state = [], ElasticDistributedSampler(range(n), 1, 0, **options).state_dict()
     for world, steps, batch in [*segments, (last, n + 1, 3)]:
-        samplers = world_of(n, world, **options)
+        samplers = create_ranks(n, world, **options)
         for sampler in samplers:
             sampler.load_state_dict(state)
             sampler.set_epoch(0)
-        for _, indices in zip(range(steps), steps_of(samplers, batch), strict=False):
+        for _, indices in zip(range(steps), read_steps(samplers, batch), strict=False):
             used += indices
             for sampler in samplers:
                 sampler.advance(batch * world)
@@ -74,13 +74,13 @@ def test_an_epochs_order_is_one_permutation_at_any_world_size(n, world, epoch, t
     order = list(order)
     assert sorted(order) == list(range(n))
     ranks = []
-    for sampler in world_of(n, world, tail=tail):
+    for sampler in create_ranks(n, world, tail=tail):
         sampler.set_epoch(epoch)
         left = sampler.samples_left
-        here = len(range(sampler.rank, left, world))
+        num_remaining = len(range(sampler.rank, left, world))
         ranks.append(list(sampler))
-        assert len(sampler) == len(ranks[-1]) >= here
-        assert ranks[-1][:here] == order[sampler.rank : left : world]
+        assert len(sampler) == len(ranks[-1]) >= num_remaining
+        assert ranks[-1][:num_remaining] == order[sampler.rank : left : world]
     rounds = interleave(ranks)
     assert left == {"pad": n, "exact": n, "drop": n - n % world}[tail]
     assert rounds[:left] == order[:left]
@@ -90,7 +90,7 @@ def test_an_epochs_order_is_one_permutation_at_any_world_size(n, world, epoch, t
 @given(st.integers(1, 80), worlds, st.integers(0, 80), st.sampled_from(("pad", "drop", "exact")))
 def test_a_tail_after_a_resume_has_fewer_samples_than_ranks(n, world, start, tail):
     start = min(start, n)
-    samplers = world_of(n, world, start_index=start, tail=tail)
+    samplers = create_ranks(n, world, start_index=start, tail=tail)
     for sampler in samplers:
         sampler.set_epoch(0)
     order = list(ElasticDistributedSampler(range(n), 1, 0))
@@ -107,11 +107,11 @@ def test_a_tail_after_a_resume_has_fewer_samples_than_ranks(n, world, start, tai
         assert bool(repeats) <= (tail == "pad")
 
 
-def test_a_thousand_samples_resumed_at_400_at_other_world_sizes():
-    """Row A7: torch's elastic sampler repeats 228 of them and never uses 228 others."""
+def test_each_sample_is_used_once_after_resumes_at_other_world_sizes():
+    """The ElasticDistributedSampler of torch repeats 228 samples here and omits 228 others."""
     used, state = Counter(), None
     for world, steps, batch in ((4, 10, 10), (3, 17, 11), (7, 1000, 5)):
-        samplers = world_of(1000, world, tail="exact")
+        samplers = create_ranks(1000, world, tail="exact")
         for sampler in samplers:
             if state:
                 sampler.load_state_dict(state)
@@ -126,9 +126,9 @@ def test_a_thousand_samples_resumed_at_400_at_other_world_sizes():
 
 @pytest.mark.parametrize("n", [0, 1, 2])
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_fewer_samples_than_ranks(n, shuffle):
+def test_fewer_samples_than_ranks_are_padded_dropped_or_used_once(n, shuffle):
     counts = {
-        tail: [len(list(s)) for s in world_of(n, 3, shuffle=shuffle, tail=tail)]
+        tail: [len(list(s)) for s in create_ranks(n, 3, shuffle=shuffle, tail=tail)]
         for tail in ("pad", "drop", "exact")
     }
     assert counts["pad"] == ([1, 1, 1] if n else [0, 0, 0])
@@ -137,10 +137,10 @@ def test_fewer_samples_than_ranks(n, shuffle):
 
 
 def test_a_long_epoch_is_the_same_in_chunks_and_at_once():
-    """Runs grow from 32 to 16384 positions; the end of each rank's is a repeat."""
+    """The sampler draws chunks of 32 to 16384 positions. The end of each rank is padding."""
     n = 100_001
     order = Permutation(n, seed=2)[torch.arange(n)].tolist()
-    ranks = [list(sampler) for sampler in world_of(n, 2, seed=2)]
+    ranks = [list(sampler) for sampler in create_ranks(n, 2, seed=2)]
     assert ranks == [order[0::2], [*order[1::2], order[0]]]
 
 
@@ -166,7 +166,7 @@ def test_a_resume_followed_by_set_epoch_keeps_the_position():
     assert list(after) == list(before)
 
 
-def test_advance_stops_at_the_end_and_never_goes_back():
+def test_advance_stops_at_the_end_and_rejects_negative_counts():
     sampler = ElasticDistributedSampler(range(10), 2, 0)
     sampler.set_epoch(0)
     sampler.advance(8)
@@ -243,7 +243,7 @@ def test_positional_arguments_are_those_of_torch():
         ElasticDistributedSampler(range(10), 4, 4)
 
 
-class Endless:
+class LargeDataset:
     def __init__(self, length=2**62):
         self.length = length
 
@@ -253,16 +253,16 @@ class Endless:
 
 def test_too_many_samples_are_rejected_only_if_they_are_shuffled():
     with pytest.raises(ConfigError, match=f"2..62.*got {2**62 + 1}"):
-        ElasticDistributedSampler(Endless(2**62 + 1), 1, 0)
-    in_order = ElasticDistributedSampler(Endless(2**62 + 1), 1, 0, shuffle=False)
-    assert next(iter(in_order)) == 0
+        ElasticDistributedSampler(LargeDataset(2**62 + 1), 1, 0)
+    sampler = ElasticDistributedSampler(LargeDataset(2**62 + 1), 1, 0, shuffle=False)
+    assert next(iter(sampler)) == 0
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_a15_an_epoch_of_2_to_the_62_samples_needs_no_list(shuffle):
-    """Row A15. No list and no loop of that length can be: memory and this test's limit say so."""
-    sampler = ElasticDistributedSampler(Endless(), 8, 7, shuffle=shuffle, start_index=2**61)
-    next(iter(sampler))  # whatever torch sets up once
+def test_an_epoch_of_2_to_the_62_samples_needs_no_list(shuffle):
+    """A list of all samples would exceed the memory, and a loop the timeout of the test."""
+    sampler = ElasticDistributedSampler(LargeDataset(), 8, 7, shuffle=shuffle, start_index=2**61)
+    next(iter(sampler))  # The first call may initialize parts of torch.
     tracemalloc.start()
     try:
         drawn = iter(sampler)
@@ -278,22 +278,22 @@ def test_a15_an_epoch_of_2_to_the_62_samples_needs_no_list(shuffle):
     assert drawn.state_dict()["consumed"] == 2**61 + 8 * 50_001
 
 
-def resident_peak():
+def read_peak_memory():
     status = Path("/proc/self/status").read_text()
     return 1024 * int(status.split("VmHWM:")[1].split()[0])
 
 
-def test_a15_drawing_more_samples_takes_no_more_memory():
-    """Of the whole process, as tensors are not Python's: a list of these would be 80 MB."""
-    drawn = iter(ElasticDistributedSampler(Endless(), 1, 0))
+def test_drawing_more_samples_takes_no_more_memory():
+    """The test measures the process, because tracemalloc does not see the memory of tensors."""
+    drawn = iter(ElasticDistributedSampler(LargeDataset(), 1, 0))
     next(drawn)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = resident_peak()
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
+    before = read_peak_memory()
     assert sum(1 for _ in itertools.islice(drawn, 2_000_000)) == 2_000_000
-    assert resident_peak() - before < 8_000_000
+    assert read_peak_memory() - before < 8_000_000
 
 
-def test_world_and_rank_come_from_the_process_group():
+def test_world_size_and_rank_are_required_without_a_process_group():
     with pytest.raises(
         ValueError, match=r"process group has not been initialized.*or pass num_replicas=1, rank=0"
     ):
@@ -307,7 +307,7 @@ def test_world_and_rank_come_from_the_process_group():
 
 
 def test_a_checkpoint_of_a_changed_dataset_is_restored_without_the_sampler(tmp_path):
-    """As docs/guide/checkpoints.md says of a sampler that refuses its state."""
+    """docs/guide/checkpoints.md describes this for a sampler that rejects its state."""
     sampler = ElasticDistributedSampler(range(10), 1, 0)
     sampler.advance(4)
     with CheckpointManager(tmp_path) as manager:

@@ -1,7 +1,7 @@
-"""Samples in tar files, read by fsspec: each exactly once, through resizes and kills.
+"""Samples in tar files are read exactly once through resizes and kills.
 
-The files are drawn by the tests, onto a disk and into fsspec's memory; the loaders are torchdata's
-StatefulDataLoader and torch's own, with workers that are processes.
+The tests write the files to the disk and to the memory file system of fsspec. The loaders are the
+DataLoader of torch and the StatefulDataLoader of torchdata, with worker processes.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from elasticlib.data.position import even_share
 from elasticlib.errors import ConfigError, StateMismatchError
 
 pytestmark = [
-    # The loader wants workers forked from a process that has threads: python 3.12 warns of that.
+    # The loader forks its workers from a process with threads, which Python 3.12 warns about.
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
-    # torchdata 0.11 calls what torch 2.13 has deprecated.
+    # torchdata 0.11 calls functions that torch 2.13 has deprecated.
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
 ]
 SIZES = (5, 9, 0, 14, 7, 20)
@@ -37,18 +37,18 @@ TOTAL = sum(SIZES)
 
 @pytest.fixture(params=["memory", "file"])
 def urls(request, tmp_path):
-    """Tar files of SIZES members, each of which says its number among all."""
+    """Write tar files of SIZES samples. The content of a sample is its index in the dataset."""
     root = f"memory://{uuid.uuid4().hex}" if request.param == "memory" else f"file://{tmp_path}"
-    numbers, found = itertools.count(), []
+    numbers, shards = itertools.count(), []
     for shard, size in enumerate(SIZES):
-        found.append(f"{root}/shard-{shard}.tar")
-        with fsspec.open(found[-1], "wb") as file, tarfile.open(fileobj=file, mode="w") as tar:
+        shards.append(f"{root}/shard-{shard}.tar")
+        with fsspec.open(shards[-1], "wb") as file, tarfile.open(fileobj=file, mode="w") as tar:
             for _ in range(size):
                 sample = str(next(numbers)).encode("ascii")
                 member = tarfile.TarInfo(f"{sample.decode('ascii')}.txt")
                 member.size = len(sample)
                 tar.addfile(member, io.BytesIO(sample))
-    return found
+    return shards
 
 
 def read(url, start, stop):
@@ -57,15 +57,15 @@ def read(url, start, stop):
             yield int(tar.extractfile(member).read())
 
 
-def rank_of(dataset, world, rank, *, global_batch=8, seed=0):
+def create_batches(dataset, world, rank, *, global_batch=8, seed=0):
     sampler = ElasticDistributedSampler(
         dataset, world, rank, order=dataset.shuffle_shards, seed=seed, tail="exact"
     )
     return ElasticBatchSampler(sampler, global_batch, contiguous=True)
 
 
-def in_order(epoch):
-    """The numbers of all samples in the order of an epoch."""
+def read_order(epoch):
+    """Return the indices of all samples in the order of an epoch."""
     dataset = ShardDataset(SIZES, SIZES, read)
     sampler = ElasticDistributedSampler(dataset, 1, 0, order=dataset.shuffle_shards)
     sampler.set_epoch(epoch)
@@ -74,26 +74,31 @@ def in_order(epoch):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stateful_loader_continues_at_any_world_size_from_the_state_of_any_rank(urls, workers):
-    """Each generation is killed a step after its last save, and that step is taken again."""
+    """Each generation is killed one step after its last save, and the next one repeats the step."""
     dataset, used, state = ShardDataset(urls, SIZES, read), [], None
     for world, steps, saver in ((2, 2, 1), (3, 2, 0), (1, None, 0)):
-        states, dealt = [], []
+        states, batches_of_ranks = [], []
         for rank in range(world):
             loader = StatefulDataLoader(
                 dataset,
-                batch_sampler=rank_of(dataset, world, rank),
+                batch_sampler=create_batches(dataset, world, rank),
                 collate_fn=list,
                 num_workers=workers,
             )
             if state:
                 loader.load_state_dict(state)
             batches = iter(loader)
-            dealt.append(list(itertools.islice(batches, steps)))
+            batches_of_ranks.append(list(itertools.islice(batches, steps)))
             states.append(loader.state_dict())
             next(batches, None)
-        used += [sample for step in zip(*dealt, strict=True) for part in step for sample in part]
+        used += [
+            sample
+            for step in zip(*batches_of_ranks, strict=True)
+            for part in step
+            for sample in part
+        ]
         state = states[saver]
-    assert used == in_order(0)
+    assert used == read_order(0)
     assert Counter(used) == Counter(range(TOTAL))
 
 
@@ -103,7 +108,7 @@ def test_a_loader_follows_the_position_over_several_epochs(urls, persistent):
     dataset, state = ShardDataset(urls, SIZES, read), None
     used = {epoch: [] for epoch in range(3)}
     for world, steps in ((3, 5), (2, 6), (1, 99)):
-        ranks = [rank_of(dataset, world, rank) for rank in range(world)]
+        ranks = [create_batches(dataset, world, rank) for rank in range(world)]
         loaders = [
             DataLoader(
                 dataset,
@@ -117,38 +122,38 @@ def test_a_loader_follows_the_position_over_several_epochs(urls, persistent):
         if state:
             for batches in ranks:
                 batches.load_state_dict(state)
-        taken = 0
+        num_steps = 0
         for epoch in range(ranks[0].position.epoch, 3):
             for batches in ranks:
                 batches.set_epoch(epoch)
             for parts in zip(*loaders, strict=True):
-                if taken == steps:
+                if num_steps == steps:
                     break
                 used[epoch] += torch.cat(parts).tolist()
-                taken += 1
+                num_steps += 1
                 for batches in ranks:
                     batches.advance()
                 state = ranks[-1].state_dict()
-            if taken == steps:
+            if num_steps == steps:
                 break
-    assert used == {epoch: in_order(epoch) for epoch in range(3)}
+    assert used == {epoch: read_order(epoch) for epoch in range(3)}
     assert used[0] != used[1]
 
 
 def test_a_batch_opens_each_shard_once_and_reads_it_in_order():
-    asked = []
+    reads = []
 
-    def told(shard, start, stop):
-        asked.append((shard, start, stop))
+    def read_recorded(shard, start, stop):
+        reads.append((shard, start, stop))
         return range(stop - start)
 
-    dataset = ShardDataset("abc", (4, 3, 5), told)
+    dataset = ShardDataset("abc", (4, 3, 5), read_recorded)
     sampler = ElasticDistributedSampler(dataset, 2, 1, shuffle=False, tail="exact")
     for indices in ElasticBatchSampler(sampler, 8, contiguous=True):
         dataset.__getitems__(indices)
-    assert asked == [("b", 0, 3), ("c", 0, 1), ("c", 3, 5)]
+    assert reads == [("b", 0, 3), ("c", 0, 1), ("c", 3, 5)]
     assert dataset[-1] == 0
-    assert asked[-1] == ("c", 4, 5)
+    assert reads[-1] == ("c", 4, 5)
     with pytest.raises(IndexError):
         dataset[12]
 
@@ -160,13 +165,13 @@ def test_the_order_has_shard_after_shard_and_each_shard_from_its_start(sizes, se
     drawn = list(sampler)
     first = [sum(sizes[:shard]) for shard in range(len(sizes))]
     rows = [list(range(at, at + size)) for at, size in zip(first, sizes, strict=True) if size]
-    found = []
+    shards = []
     while drawn:
         (row,) = (row for row in rows if row[0] == drawn[0])
         assert drawn[: len(row)] == row
-        found.append(row)
+        shards.append(row)
         del drawn[: len(row)]
-    assert sorted(found) == rows
+    assert sorted(shards) == rows
 
 
 @given(st.integers(0, 60), st.integers(1, 12), st.integers(1, 5))
@@ -186,20 +191,20 @@ def test_contiguous_shares_have_the_same_batches_and_sizes(n, batch, world):
 
 @given(st.lists(st.integers(0, 5), max_size=8), st.data())
 def test_a_range_of_samples_is_read_in_order_and_each_shard_once(sizes, data):
-    asked = []
+    reads = []
 
-    def told(shard, start, stop):
-        asked.append((shard, start, stop))
+    def read_recorded(shard, start, stop):
+        reads.append((shard, start, stop))
         return [(shard, sample) for sample in range(start, stop)]
 
     row = [(shard, sample) for shard, size in enumerate(sizes) for sample in range(size)]
-    dataset = ShardDataset(range(len(sizes)), sizes, told)
+    dataset = ShardDataset(range(len(sizes)), sizes, read_recorded)
     assert len(dataset) == len(row)
     start = data.draw(st.integers(0, len(row)))
     stop = data.draw(st.integers(start, len(row)))
     assert list(dataset.samples(start, stop)) == row[start:stop]
-    assert len({shard for shard, _, _ in asked}) == len(asked)
-    assert all(first < last for _, first, last in asked)
+    assert len({shard for shard, _, _ in reads}) == len(reads)
+    assert all(first < last for _, first, last in reads)
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 2), (2, 1), (0, 4)])
@@ -227,10 +232,10 @@ def test_invalid_shards_are_rejected():
 
 
 def test_a_state_of_shards_of_other_sizes_is_rejected():
-    state = rank_of(ShardDataset("abcde", (4, 3, 2, 5, 1), read), 2, 0).state_dict()
-    rank_of(ShardDataset("fghij", (4, 3, 2, 5, 1), read), 3, 1).load_state_dict(state)
+    state = create_batches(ShardDataset("abcde", (4, 3, 2, 5, 1), read), 2, 0).state_dict()
+    create_batches(ShardDataset("fghij", (4, 3, 2, 5, 1), read), 3, 1).load_state_dict(state)
     with pytest.raises(
         StateMismatchError,
         match=r"order is 'custom \w+' in the state, this sampler has 'custom \w+'",
     ):
-        rank_of(ShardDataset("abcde", (3, 4, 2, 5, 1), read), 2, 0).load_state_dict(state)
+        create_batches(ShardDataset("abcde", (3, 4, 2, 5, 1), read), 2, 0).load_state_dict(state)

@@ -1,4 +1,4 @@
-"""torchdata's StatefulDataLoader: it goes on after what it handed out, at any world size."""
+"""A StatefulDataLoader of torchdata continues after the batches that it returned."""
 
 from __future__ import annotations
 
@@ -12,63 +12,70 @@ from elasticlib import ElasticBatchSampler, ElasticDistributedSampler
 from elasticlib.errors import ConfigError, StateMismatchError
 
 pytestmark = [
-    # The loader wants workers forked from a process that has threads: python 3.12 warns of that.
+    # The loader forks its workers from a process with threads, which Python 3.12 warns about.
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
-    # torchdata 0.11 calls what torch 2.13 has deprecated.
+    # torchdata 0.11 calls functions that torch 2.13 has deprecated.
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
 ]
 N, BATCH = 83, 4
 
 
-def sampled(world, rank, workers=0, every=1, **options):
-    """A rank's loader with batches of BATCH of its own, and the sampler."""
+def create_sampler_loader(world, rank, workers=0, every=1, **options):
+    """Return the loader of a rank with local batches of BATCH samples, and its sampler."""
     sampler = ElasticDistributedSampler(range(N), world, rank, tail="exact", **options)
     common = {"num_workers": workers, "snapshot_every_n_steps": every}
     return StatefulDataLoader(range(N), BATCH, sampler=sampler, **common), sampler
 
 
-def batched(world, rank, workers=0, every=1, **options):
-    """A rank's loader with its share of global batches of 2 BATCH, and the sampler."""
+def create_batch_sampler_loader(world, rank, workers=0, every=1, **options):
+    """Return the loader of a rank with its part of global batches of 2 * BATCH, and its sampler."""
     sampler = ElasticDistributedSampler(range(N), world, rank, tail="exact", **options)
     batches = ElasticBatchSampler(sampler, 2 * BATCH)
     common = {"num_workers": workers, "snapshot_every_n_steps": every, "collate_fn": list}
     return StatefulDataLoader(range(N), batch_sampler=batches, **common), sampler
 
 
-def drawn(loader, steps=None):
-    """The indices of so many batches, batch by batch, then the loader's state."""
-    found = [[int(index) for index in batch] for batch in itertools.islice(loader, steps)]
-    return found, loader.state_dict()
+def draw(loader, steps=None):
+    """Return the indices of each of the next `steps` batches, and the state of the loader."""
+    batches = [[int(index) for index in batch] for batch in itertools.islice(loader, steps)]
+    return batches, loader.state_dict()
 
 
-def resumed_from(state, make=sampled, *args):
-    """A loader that continues from the state, and its sampler."""
+def resume(state, make=create_sampler_loader, *args):
+    """Return a loader that continues from a state, and its sampler."""
     loader, sampler = make(*(args or (1, 0)))
     loader.load_state_dict(state)
     return loader, sampler
 
 
-def order(epoch=0):
+def read_order(epoch=0):
     sampler = ElasticDistributedSampler(range(N), 1, 0)
     sampler.set_epoch(epoch)
     return list(sampler)
 
 
-@pytest.mark.parametrize(("make", "workers", "every"), [(sampled, 0, 1), (batched, 2, 3)])
+@pytest.mark.parametrize(
+    ("make", "workers", "every"),
+    [(create_sampler_loader, 0, 1), (create_batch_sampler_loader, 2, 3)],
+)
 def test_a_loader_continues_after_the_batches_that_it_returned(make, workers, every):
-    whole, _ = drawn(make(2, 0)[0])
+    all_batches, _ = draw(make(2, 0)[0])
     loader, sampler = make(2, 0, workers, every)
-    before, state = drawn(loader, 4)
-    assert sampler.position.consumed == 0  # nobody counted
-    resumed, _ = resumed_from(state, make, 2, 0, workers, every)
-    again, later = drawn(resumed, 3)
-    third, _ = resumed_from(later, make, 2, 0, workers, every)
-    assert before + again + drawn(third)[0] == whole
+    before, state = draw(loader, 4)
+    assert sampler.position.consumed == 0  # The script has not counted.
+    resumed, _ = resume(state, make, 2, 0, workers, every)
+    again, later = draw(resumed, 3)
+    third, _ = resume(later, make, 2, 0, workers, every)
+    assert before + again + draw(third)[0] == all_batches
 
 
 @pytest.mark.parametrize(
     ("make", "workers", "every"),
-    [(sampled, 2, 1), (batched, 0, 1), (batched, 2, 3)],
+    [
+        (create_sampler_loader, 2, 1),
+        (create_batch_sampler_loader, 0, 1),
+        (create_batch_sampler_loader, 2, 3),
+    ],
 )
 def test_any_world_size_continues_from_the_state_of_any_rank(make, workers, every):
     used, state = Counter(), None
@@ -78,99 +85,106 @@ def test_any_world_size_continues_from_the_state_of_any_rank(make, workers, ever
             loader, _ = make(world, rank, workers, every)
             if state:
                 loader.load_state_dict(state)
-            batches, told = drawn(loader, steps)
+            batches, loader_state = draw(loader, steps)
             used.update(index for batch in batches for index in batch)
-            states.append(told)
+            states.append(loader_state)
         state = states[saver]
     assert used == Counter(range(N))
 
 
 @pytest.mark.parametrize("steps", [3, 21, None])
-@pytest.mark.parametrize(("make", "workers"), [(sampled, 0), (batched, 2)])
+@pytest.mark.parametrize(
+    ("make", "workers"), [(create_sampler_loader, 0), (create_batch_sampler_loader, 2)]
+)
 def test_later_epochs_are_complete_after_a_resume_at_any_step(make, workers, steps):
-    """A script sets the epoch that it has saved; it is empty if all of its samples were used."""
+    """A script sets the saved epoch again, which is empty if all of its samples were used."""
     loader, sampler = make(1, 0, workers)
     sampler.set_epoch(0)
-    first, state = drawn(loader, steps)
-    resumed, sampler = resumed_from(state, make, 1, 0, workers)
+    first, state = draw(loader, steps)
+    resumed, sampler = resume(state, make, 1, 0, workers)
     used = []
     for epoch in range(3):
         sampler.set_epoch(epoch)
-        found, state = drawn(resumed)
-        used.append([index for batch in found for index in batch])
-    assert [index for batch in first for index in batch] + used[0] == order(0)
-    assert used[1:] == [order(1), order(2)]
+        batches, state = draw(resumed)
+        used.append([index for batch in batches for index in batch])
+    assert [index for batch in first for index in batch] + used[0] == read_order(0)
+    assert used[1:] == [read_order(1), read_order(2)]
 
 
 @pytest.mark.parametrize(
-    ("make", "workers", "steps"), [(sampled, 0, 3), (batched, 0, None), (sampled, 2, None)]
+    ("make", "workers", "steps"),
+    [
+        (create_sampler_loader, 0, 3),
+        (create_batch_sampler_loader, 0, None),
+        (create_sampler_loader, 2, None),
+    ],
 )
-# An iterator of torchdata's with workers cannot be deleted if its sampler has raised.
+# An iterator of torchdata with workers cannot be deleted after its sampler has raised.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_missing_set_epoch_is_an_error_after_a_resume(make, workers, steps):
     loader, sampler = make(1, 0, workers)
     sampler.set_epoch(0)
-    _, state = drawn(loader, steps)
-    resumed, sampler = resumed_from(state, make, 1, 0, workers)
+    _, state = draw(loader, steps)
+    resumed, sampler = resume(state, make, 1, 0, workers)
     with pytest.raises(ConfigError, match=r"epoch 0 is complete.*call set_epoch\(1\)"):
-        _ = drawn(resumed), drawn(resumed)
+        _ = draw(resumed), draw(resumed)
 
 
 @pytest.mark.parametrize("steps", [None, 21])
 def test_the_epoch_after_a_finished_loaded_one_starts_at_its_first_sample(steps):
-    """21 batches are all: whether or not the loader has noticed that it is at the end."""
-    loader, _ = sampled(1, 0)
-    _, state = drawn(loader, steps)
-    resumed, sampler = resumed_from(state)
+    """The epoch has 21 batches. The loader may or may not know that it is at the end."""
+    loader, _ = create_sampler_loader(1, 0)
+    _, state = draw(loader, steps)
+    resumed, sampler = resume(state)
     sampler.set_epoch(1)
-    assert [index for batch in drawn(resumed)[0] for index in batch] == order(1)
+    assert [index for batch in draw(resumed)[0] for index in batch] == read_order(1)
 
 
 def test_setting_another_epoch_within_a_loaded_one_is_rejected():
-    loader, _ = sampled(1, 0)
-    _, state = drawn(loader, 3)
-    resumed, sampler = resumed_from(state)
+    loader, _ = create_sampler_loader(1, 0)
+    _, state = draw(loader, 3)
+    resumed, sampler = resume(state)
     sampler.set_epoch(1)
     with pytest.raises(StateMismatchError, match="12 of 83"):
         next(iter(resumed))
-    resumed, sampler = resumed_from(state)
+    resumed, sampler = resume(state)
     sampler.set_epoch(0)
-    assert [index for batch in drawn(resumed)[0] for index in batch] == order(0)[12:]
+    assert [index for batch in draw(resumed)[0] for index in batch] == read_order(0)[12:]
 
 
-@pytest.mark.parametrize("named", [0, 3])
-def test_setting_an_epoch_that_does_not_follow_a_loaded_one_is_rejected(named):
-    """It would train epoch 0 again, or pass over epoch 2."""
-    loader, sampler = sampled(1, 0)
+@pytest.mark.parametrize("epoch", [0, 3])
+def test_setting_an_epoch_that_does_not_follow_a_loaded_one_is_rejected(epoch):
+    """The job would repeat epoch 0 or omit epoch 2."""
+    loader, sampler = create_sampler_loader(1, 0)
     sampler.set_epoch(1)
-    _, state = drawn(loader)
-    resumed, sampler = resumed_from(state)
-    sampler.set_epoch(named)
-    message = rf"epoch is 1 .* 83 of 83 .* set_epoch was called with {named}: call set_epoch\(2\)"
+    _, state = draw(loader)
+    resumed, sampler = resume(state)
+    sampler.set_epoch(epoch)
+    message = rf"epoch is 1 .* 83 of 83 .* set_epoch was called with {epoch}: call set_epoch\(2\)"
     with pytest.raises(StateMismatchError, match=message):
         next(iter(resumed))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_state_of_a_loader_overrides_other_counts(workers):
-    """The sampler's own state lags behind in it, by what was prefetched when it was taken."""
-    loader, sampler = sampled(1, 0, workers)
+    """The state of the sampler in it is older, because the loader prefetches batches."""
+    loader, sampler = create_sampler_loader(1, 0, workers)
     for step, _ in enumerate(loader):
         sampler.advance(BATCH)
         if step == 2:
             break
     state = loader.state_dict()
-    resumed, sampler = resumed_from(state, sampled, 1, 0, workers)
+    resumed, sampler = resume(state, create_sampler_loader, 1, 0, workers)
     batch = next(iter(resumed))
-    assert batch.tolist() == order()[12:16]
+    assert batch.tolist() == read_order()[12:16]
     assert sampler.position.consumed == 12
     sampler.advance(BATCH)
     assert sampler.position.consumed == 16
 
 
 def test_the_state_of_a_loader_of_other_data_is_rejected():
-    _, state = drawn(sampled(1, 0)[0], 3)
-    other, _ = sampled(1, 0, seed=1)
+    _, state = draw(create_sampler_loader(1, 0)[0], 3)
+    other, _ = create_sampler_loader(1, 0, seed=1)
     other.load_state_dict(state)
     with pytest.raises(StateMismatchError, match=r"seed is 0.*1"):
         next(iter(other))

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from jobs import Job, Node, generation_of
 
+from elasticlib.clock import monotonic
 from elasticlib.testing.waiting import wait_until
 
 WORKER = str(Path(__file__).with_name("worker.py"))
@@ -153,6 +154,17 @@ def parse_cpu_list(text: str) -> set[int]:
     """Return the CPUs of a list of the kernel, such as `0-2,4`."""
     pairs = (part.partition("-") for part in text.split(","))
     return {cpu for low, _, high in pairs for cpu in range(int(low), int(high or low) + 1)}
+
+
+def test_built_in_node_check_passes_on_each_gpu_within_five_seconds(cuda: str) -> None:
+    command = [sys.executable, "-m", "elasticlib.launch.builtin_check"]
+    subprocess.run(command, check=False, capture_output=True)  # reads torch from the disk
+    started_at = monotonic()
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert monotonic() - started_at < 5.0
+    for name in ("product", "memory"):
+        assert f"ok       {cuda}:0 {name}" in done.stdout
 
 
 def test_benchmark_writes_results_or_reports_that_there_is_no_gpu(tmp_path: Path) -> None:

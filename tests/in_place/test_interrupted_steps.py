@@ -74,7 +74,7 @@ class Training:
             raise Fault(fault)
 
     def iterate(self, until: int = STEPS) -> None:
-        """Make the steps up to this one."""
+        """Execute the steps up to and including `until`."""
         for attempt in self.loop:
             with attempt as indices:
                 self.step(indices)
@@ -97,8 +97,7 @@ def expected() -> list[Any]:
 @pytest.fixture(params=[False, True], ids=["no manager", "manager"])
 def manager(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CheckpointManager | None]:
     with contextlib.ExitStack() as stack:
-        with_one = request.param
-        yield stack.enter_context(CheckpointManager(tmp_path)) if with_one else None
+        yield stack.enter_context(CheckpointManager(tmp_path)) if request.param else None
 
 
 def catch_in_the_loop(training: Training, fault: str) -> None:
@@ -160,7 +159,7 @@ def test_a_step_interrupted_anywhere_is_applied_once(expected: list[Any]) -> Non
         else:
             assert training.result() == expected, interrupter.where[-1]
     assert len(interrupter.where) > 50
-    # After the optimizer only the lines up to the assignment that makes the step count are left.
+    # Only the lines between the optimizer step and the assignment that commits the step are left.
     assert len(not_rolled_back) == 2, not_rolled_back
     assert all(where.endswith(" __exit__") for where in not_rolled_back), not_rolled_back
 

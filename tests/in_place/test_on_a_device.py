@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from played import Agent
-from regrouping import train_compiled
+from compiled_training import train_compiled
+from scripted_agent import ScriptedAgent
 
 from elasticlib.testing.waiting import wait_until
 
@@ -21,39 +21,46 @@ ON_GPU = torch.cuda.is_available()
 REGROUPS = 100 if ON_GPU else 10
 
 
-def in_group(agent: Agent, number: int, group: int) -> list[dict[str, Any]]:
+def records_of_group(agent: ScriptedAgent, number: int, group: int) -> list[dict[str, Any]]:
     return [line for line in agent.lines(number) if line.get("group") == group]
 
 
-def regrouped(folder: Path, count: int, device: str, backend: str) -> list[list[dict[str, Any]]]:
+def regroup_repeatedly(
+    folder: Path, count: int, device: str, backend: str
+) -> list[list[dict[str, Any]]]:
     """Return the last line that each of `count` workers wrote in each of 1 + REGROUPS groups."""
-    with Agent(folder) as agent:
+    with ScriptedAgent(folder) as agent:
         numbers = [*range(count)]
         agent.start(train_compiled, count, device, backend)
         for group in range(1, REGROUPS + 2):
             for number in numbers:
                 wait_until(
-                    f"{number} in group {group}", lambda n=number, g=group: in_group(agent, n, g)
+                    f"{number} in group {group}",
+                    lambda n=number, g=group: records_of_group(agent, n, g),
                 )
             if group <= REGROUPS:
                 agent.regroup(numbers)
         groups = range(1, REGROUPS + 2)
-        return [[in_group(agent, number, group)[-1] for group in groups] for number in numbers]
+        return [
+            [records_of_group(agent, number, group)[-1] for group in groups] for number in numbers
+        ]
 
 
-def check(found: list[list[dict[str, Any]]], count: int) -> None:
-    for lines in found:
+def assert_nothing_rebuilt(records: list[list[dict[str, Any]]], count: int) -> None:
+    for lines in records:
         assert {line["world"] for line in lines} == {count}
         assert len({line["pid"] for line in lines}) == 1
-        # The first group may compile more than once, as gradients come to be there.
+        # The first group may compile twice, because there are no gradients before its first step.
         assert lines[-1]["graphs"] == lines[1]["graphs"], "the model was compiled again"
-        assert lines[-1]["held"] <= lines[1]["held"] * 1.01 + 4096, "memory grew"
+        assert lines[-1]["allocated_bytes"] <= lines[1]["allocated_bytes"] * 1.01 + 4096, (
+            "memory grew"
+        )
 
 
 def test_two_gloo_ranks_keep_their_device_context_and_compiled_model(tmp_path: Path) -> None:
-    check(regrouped(tmp_path, 2, "cuda" if ON_GPU else "cpu", "gloo"), 2)
+    assert_nothing_rebuilt(regroup_repeatedly(tmp_path, 2, "cuda" if ON_GPU else "cpu", "gloo"), 2)
 
 
-@pytest.mark.skipif(not ON_GPU, reason="torch sees no CUDA device here, which nccl2 needs")
+@pytest.mark.skipif(not ON_GPU, reason="nccl2 needs a CUDA device")
 def test_an_nccl2_rank_keeps_its_device_context_and_compiled_model(tmp_path: Path) -> None:
-    check(regrouped(tmp_path, 1, "cuda", "cpu:gloo,cuda:nccl2"), 1)
+    assert_nothing_rebuilt(regroup_repeatedly(tmp_path, 1, "cuda", "cpu:gloo,cuda:nccl2"), 1)

@@ -1,4 +1,4 @@
-"""Steps that are interrupted at each of their operations: rolled back bit for bit, or reported."""
+"""A step that is interrupted at any of its operations is rolled back exactly, or reported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from elasticlib.in_place.rollback import StateRollback
 
 
 class Interruption(Exception):
-    """Stands for the loss of a peer."""
+    """Represents the loss of a peer."""
 
 
 class InterruptAt(TorchDispatchMode):
@@ -82,29 +82,29 @@ class Training:
         self.optimizer.zero_grad()
         self.counts["steps"] += 1  # type: ignore[operator]
 
-    def now(self) -> Any:
+    def capture(self) -> Any:
         values = copy.deepcopy(to_plain_values(self.state))
         return values, torch.get_rng_state(), random.getstate()
 
 
-def same(one: Any, other: Any) -> bool:
+def is_equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
         return torch.equal(one, other)
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(is_equal(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
+        return len(one) == len(other) and all(map(is_equal, one, other))
     return bool(one == other)
 
 
 @pytest.mark.parametrize(("kind", "before"), [("adam", 0), ("foreach", 2), ("data", 0)])
 def test_a_step_interrupted_anywhere_is_rolled_back_or_reported(kind: str, before: int) -> None:
     expected = Training(kind, before)
-    began = expected.now()
-    with InterruptAt() as counted:
+    before_step = expected.capture()
+    with InterruptAt() as counter:
         expected.step()
-    after = expected.now()
-    for at in range(counted.count):
+    after_step = expected.capture()
+    for at in range(counter.count):
         training = Training(kind, before)
         rollback = StateRollback(training.state)
         with rollback.watch_optimizers():
@@ -113,10 +113,10 @@ def test_a_step_interrupted_anywhere_is_rolled_back_or_reported(kind: str, befor
                 training.step()
             was_rolled_back = rollback.roll_back()
         if was_rolled_back:
-            assert same(training.now(), began), f"interrupted before operation {at}"
+            assert is_equal(training.capture(), before_step), f"interrupted before operation {at}"
             assert all(one.grad is None for one in training.model.parameters())
             training.step()
-            assert same(training.now(), after), f"interrupted before operation {at}"
+            assert is_equal(training.capture(), after_step), f"interrupted before operation {at}"
         else:
             assert training.optimizer.state or kind == "data"
 
@@ -174,18 +174,18 @@ def test_buffers_return_to_their_values_before_the_last_step(layer: nn.Module) -
         before = copy.deepcopy(model.state_dict())
         model(torch.randn(5, 3) + 1)
     assert rollback.roll_back()
-    assert same(model.state_dict(), before)
+    assert is_equal(model.state_dict(), before)
 
 
 def test_objects_below_the_top_level_of_the_state_are_rolled_back() -> None:
     training = Training("adam", 1)
     rollback = StateRollback({"all": training.state})
     rollback.begin()
-    began = training.now()
+    before_step = training.capture()
     training.model(torch.randn(5, 3)).sum().backward()
     training.optimizer.step()
     assert rollback.roll_back()
-    assert same(training.now()[0], began[0])
+    assert is_equal(training.capture()[0], before_step[0])
     assert all(one.grad is None for one in training.model.parameters())
 
 

@@ -20,14 +20,14 @@ from elasticlib.errors import ConfigError
 from elasticlib.in_place.step_loop import StepLoop
 
 
-def batches(samples: int = 10, batch: int = 4) -> ElasticBatchSampler:
+def create_batches(samples: int = 10, batch: int = 4) -> ElasticBatchSampler:
     sampler = ElasticDistributedSampler(range(samples), 1, 0, shuffle=False, tail="exact")
     return ElasticBatchSampler(sampler, batch)
 
 
 def test_each_batch_of_each_epoch_is_one_step() -> None:
     seen = []
-    loop = elasticlib.steps(batches(), {}, epochs=2)
+    loop = elasticlib.steps(create_batches(), {}, epochs=2)
     for attempt in loop:
         with attempt as indices:
             seen.append((attempt.step, attempt.epoch, attempt.is_new_group, indices))
@@ -44,7 +44,9 @@ def test_a_job_resumes_after_its_last_saved_step(tmp_path: Path) -> None:
     def run(until: int) -> list[int]:
         counts, seen = {"n": 0}, list[int]()
         with CheckpointManager(tmp_path) as manager:
-            loop = elasticlib.steps(batches(), {"counts": counts}, manager=manager, save_every=1)
+            loop = elasticlib.steps(
+                create_batches(), {"counts": counts}, manager=manager, save_every=1
+            )
             for attempt in loop:
                 with attempt as indices:
                     counts["n"] += 1
@@ -59,7 +61,7 @@ def test_a_job_resumes_after_its_last_saved_step(tmp_path: Path) -> None:
 
 def test_the_last_step_and_a_pinned_step_are_saved_even_if_no_save_is_due(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
-        for attempt in elasticlib.steps(batches(), {"n": 1}, manager=manager):
+        for attempt in elasticlib.steps(create_batches(), {"n": 1}, manager=manager):
             with attempt:
                 attempt.report(loss=0.5, samples=4, pin=attempt.step == 2)
         manager.wait()
@@ -70,7 +72,7 @@ def test_values_that_the_script_assigns_in_its_state_are_saved_and_restored(tmp_
     def run(until: int) -> dict[str, Any]:
         state = {"n": 0, "sum": torch.zeros(1)}
         with CheckpointManager(tmp_path) as manager:
-            for attempt in elasticlib.steps(batches(), state, manager=manager, save_every=1):
+            for attempt in elasticlib.steps(create_batches(), state, manager=manager, save_every=1):
                 with attempt:
                     state["n"] += 1
                     state["sum"] = state["sum"] + 1
@@ -84,7 +86,7 @@ def test_values_that_the_script_assigns_in_its_state_are_saved_and_restored(tmp_
 
 def test_values_that_the_script_assigns_in_its_state_are_rolled_back() -> None:
     state = {"n": 0, "sum": torch.zeros(1)}
-    loop, has_failed = elasticlib.steps(batches(), state), False
+    loop, has_failed = elasticlib.steps(create_batches(), state), False
     while loop.step < 3:
         with contextlib.suppress(ZeroDivisionError):
             for attempt in loop:
@@ -99,7 +101,7 @@ def test_values_that_the_script_assigns_in_its_state_are_rolled_back() -> None:
 
 def test_a_state_that_has_another_value_under_the_name_of_the_batches_is_rejected() -> None:
     with pytest.raises(ConfigError, match="the state has another 'batches'"):
-        elasticlib.steps(batches(), {"batches": [1]})
+        elasticlib.steps(create_batches(), {"batches": [1]})
 
 
 def fail_in_second_step(loop: StepLoop) -> None:
@@ -109,7 +111,7 @@ def fail_in_second_step(loop: StepLoop) -> None:
 
 
 def test_an_error_of_the_script_is_raised_and_its_step_is_not_counted() -> None:
-    loop = elasticlib.steps(batches(), {})
+    loop = elasticlib.steps(create_batches(), {})
     with pytest.raises(ZeroDivisionError):
         fail_in_second_step(loop)
     assert loop.step == 1
@@ -122,7 +124,7 @@ def test_a_loader_is_created_for_each_epoch() -> None:
         lengths.append(len(local_batches))
         return DataLoader(torch.arange(10), batch_sampler=local_batches)  # type: ignore[arg-type]
 
-    for attempt in elasticlib.steps(batches(), {}, epochs=2, loader=loader):
+    for attempt in elasticlib.steps(create_batches(), {}, epochs=2, loader=loader):
         with attempt as numbers:
             seen += numbers.tolist()
     assert lengths == [3, 3]
@@ -131,9 +133,9 @@ def test_a_loader_is_created_for_each_epoch() -> None:
 
 def test_an_attempt_must_be_entered_once() -> None:
     with pytest.raises(ConfigError, match="must be entered"):
-        for _ in elasticlib.steps(batches(), {}):
+        for _ in elasticlib.steps(create_batches(), {}):
             pass
-    for attempt in elasticlib.steps(batches(), {}):
+    for attempt in elasticlib.steps(create_batches(), {}):
         with attempt:
             pass
         with pytest.raises(ConfigError, match="was entered before"):
@@ -144,24 +146,24 @@ def test_invalid_arguments_are_rejected() -> None:
     with pytest.raises(ConfigError, match="takes an ElasticBatchSampler, got a range"):
         elasticlib.steps(range(3), {})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="save_every >= 0, got -1"):
-        elasticlib.steps(batches(), {}, save_every=-1)
+        elasticlib.steps(create_batches(), {}, save_every=-1)
 
 
-def reject_sharded() -> str:
+def steps_of_sharded_state() -> str:
     from torch.distributed.fsdp import fully_shard
 
     model = nn.Linear(2, 2)
     fully_shard(model, mesh=dist.init_device_mesh("cpu", (2,)))
     with pytest.raises(ConfigError, match="the state has sharded tensors") as rejected:
-        elasticlib.steps(batches(), {"model": model})
+        elasticlib.steps(create_batches(), {"model": model})
     return str(rejected.value)
 
 
 def test_a_sharded_state_is_rejected(ranks: Ranks) -> None:
-    ranks.run(reject_sharded, 2)
+    ranks.run(steps_of_sharded_state, 2)
 
 
-def local_batches(logical: bool) -> list[list[int]]:
+def train_local_batches(logical: bool) -> list[list[int]]:
     job, seen = Job(logical=logical), []
     for attempt in elasticlib.steps(job.batches, job.state, logical_workers=job.logical):
         with attempt as indices:
@@ -171,19 +173,19 @@ def local_batches(logical: bool) -> list[list[int]]:
 
 @pytest.mark.parametrize("logical", [False, True])
 def test_each_worker_gets_its_part_of_each_batch(ranks: Ranks, logical: bool) -> None:
-    one, other = ranks.run(local_batches, 2, logical)
-    [whole] = ranks.run(local_batches, 1, logical)
-    for mine, theirs, batch in zip(one, other, whole, strict=True):
-        assert sorted(mine + theirs) == sorted(batch)
-        assert len(mine) in (3, 4, 5)
+    first, second = ranks.run(train_local_batches, 2, logical)
+    [all_batches] = ranks.run(train_local_batches, 1, logical)
+    for first_part, second_part, batch in zip(first, second, all_batches, strict=True):
+        assert sorted(first_part + second_part) == sorted(batch)
+        assert len(first_part) in (3, 4, 5)
 
 
 def create_group() -> tuple[int, bool]:
     elasticlib.init_process_group("gloo")
     dist.barrier()
-    found = dist.get_world_size(), dist.is_initialized()
+    world_size, is_initialized = dist.get_world_size(), dist.is_initialized()
     dist.destroy_process_group()
-    return found
+    return world_size, is_initialized
 
 
 def test_without_an_agent_torch_creates_the_group(ranks: Ranks) -> None:

@@ -1,4 +1,4 @@
-"""Which rank broadcasts its state to a new group."""
+"""The choice of the rank that broadcasts its state to a new group."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def test_all_members_end_with_the_state_of_one_step(
     plan = plan_broadcast(members, allow_older_step=allow_older_step)
     if plan is None:
         return
-    holder = MemberStatus(plan.step, is_complete=True)
-    assert members[plan.source] == holder
+    complete_member = MemberStatus(plan.step, is_complete=True)
+    assert members[plan.source] == complete_member
     for rank, member in enumerate(members):
-        assert (rank in plan.receivers) == (member != holder)
+        assert (rank in plan.receivers) == (member != complete_member)
     if not allow_older_step:
         assert all(member.step is None or member.step <= plan.step for member in members)

@@ -1,9 +1,11 @@
-"""Small training programs for workers that outlive their groups."""
+"""Small training programs for workers that continue in another group."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -12,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from played import write_down
+from scripted_agent import write_record
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
@@ -25,17 +27,17 @@ from elasticlib.testing.waiting import wait_until
 SAMPLES, BATCH, EPOCHS = 240, 8, 100
 
 
-def data() -> tuple[torch.Tensor, torch.Tensor]:
+def create_data() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(SAMPLES, 4, generator=generator)
     return x, x.sum(1, keepdim=True)
 
 
 def digest(model: nn.Module) -> str:
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for tensor in model.state_dict().values():
-        found.update(bytes(tensor.cpu().contiguous().view(-1).view(torch.uint8).tolist()))
-    return found.hexdigest()
+        sha256.update(bytes(tensor.cpu().contiguous().view(-1).view(torch.uint8).tolist()))
+    return sha256.hexdigest()
 
 
 class Job:
@@ -47,7 +49,7 @@ class Job:
         self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.logical = LogicalWorkers(self.model, 6) if logical else None
-        self.x, self.y = data()
+        self.x, self.y = create_data()
         sampler = ElasticDistributedSampler(range(SAMPLES), 1, 0, tail="exact")
         self.batches = ElasticBatchSampler(sampler, BATCH)
         self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
@@ -55,12 +57,27 @@ class Job:
 
 def is_last(folder: Path, step: int) -> bool:
     """Return True if the test needs no more steps than this one."""
-    last = folder / "last"
-    return last.exists() and step >= int(last.read_text())
+    last_step = folder / "last"
+    return last_step.exists() and step >= int(last_step.read_text())
 
 
-def train(folder: Path, number: int, pause: float = 0.0, saves: bool = True) -> None:
-    """Train with logical workers, so that changes of the group do not affect the weights."""
+def train(
+    folder: Path,
+    number: int,
+    pause: float = 0.0,
+    saves: bool = True,
+    stops: tuple[int, int] | None = None,
+) -> None:
+    """Train with logical workers, so that changes of the group do not affect the weights.
+
+    Args:
+        folder: the directory of the records, and of the checkpoints.
+        number: the number of this worker.
+        pause: seconds that are added to each step.
+        saves: save checkpoints.
+        stops: a worker and a step. The worker sends itself SIGSTOP before it reduces the gradients
+            of the step, and the other workers record that they reduce the gradients.
+    """
     elasticlib.init_process_group("gloo")
     job = Job()
     assert job.logical is not None
@@ -78,20 +95,24 @@ def train(folder: Path, number: int, pause: float = 0.0, saves: bool = True) -> 
                 total = job.batches.next_batch_size
                 first = job.logical.samples(total).start
                 for worker in job.logical.step(attempt.step):
-                    mine = worker.samples(total)
-                    if mine:
-                        own = indices[mine.start - first : mine.stop - first]
-                        out = job.model(job.x[own])
-                        (mse_loss(out, job.y[own], reduction="sum") / total).backward()
+                    own_samples = worker.samples(total)
+                    if own_samples:
+                        own_indices = indices[own_samples.start - first : own_samples.stop - first]
+                        out = job.model(job.x[own_indices])
+                        (mse_loss(out, job.y[own_indices], reduction="sum") / total).backward()
                 time.sleep(pause)
+                if stops is not None and attempt.step == stops[1]:
+                    write_record(folder, number, reducing=attempt.step)
+                    if number == stops[0]:
+                        os.kill(os.getpid(), signal.SIGSTOP)
                 job.logical.reduce()
                 job.optimizer.step()
                 attempt.report(samples=len(indices))
             if attempt.is_committed:
-                write_down(folder, number, step=attempt.step, indices=indices, world=world)
+                write_record(folder, number, step=attempt.step, indices=indices, world=world)
             if is_last(folder, loop.step):
                 break
-        write_down(folder, number, digest=digest(job.model), steps=loop.step)
+        write_record(folder, number, digest=digest(job.model), steps=loop.step)
 
 
 def train_in_parallel(folder: Path, number: int, pause: float = 0.0) -> None:
@@ -111,10 +132,10 @@ def train_in_parallel(folder: Path, number: int, pause: float = 0.0) -> None:
             job.optimizer.step()
             time.sleep(pause)
         if attempt.is_committed:
-            write_down(folder, number, step=attempt.step, indices=indices, world=world)
+            write_record(folder, number, step=attempt.step, indices=indices, world=world)
         if is_last(folder, loop.step):
             break
-    write_down(folder, number, digest=digest(job.model))
+    write_record(folder, number, digest=digest(job.model))
 
 
 @contextlib.contextmanager
@@ -123,16 +144,16 @@ def write_error(folder: Path, number: int) -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        write_down(folder, number, error=str(error))
+        write_record(folder, number, error=str(error))
         sys.exit()
 
 
 def train_with_a_late_error(
-    folder: Path, number: int, pause: float = 0.0, saves: bool = True, held: int = 0
+    folder: Path, number: int, pause: float = 0.0, saves: bool = True, blocked_step: int = 0
 ) -> None:
-    """Train with a collective after the optimizer step, where a lost peer is noticed too late.
+    """Train with a collective after the optimizer step, so a lost peer is noticed after the step.
 
-    In step `held`, workers wait after the optimizer step until the file `released` exists.
+    In step `blocked_step`, workers wait after the optimizer step until the file `released` exists.
     """
     elasticlib.init_process_group("gloo")
     job = Job(logical=False)
@@ -148,16 +169,18 @@ def train_with_a_late_error(
                 for parameter in job.model.parameters():
                     dist.all_reduce(parameter.grad)
                 job.optimizer.step()
-                write_down(folder, number, applied=attempt.step)
+                write_record(folder, number, applied=attempt.step)
                 time.sleep(pause)
-                if attempt.step == held:
-                    wait_until("released", (folder / "released").exists)
+                if attempt.step == blocked_step:
+                    wait_until("the file that ends the wait", (folder / "released").exists)
                 dist.all_reduce(loss.detach())
             if attempt.is_committed:
                 world = dist.get_world_size()
-                write_down(folder, number, step=attempt.step, indices=indices, world=world)
-    weights = [value for one in job.model.parameters() for value in one.flatten().tolist()]
-    write_down(folder, number, digest=digest(job.model), weights=weights)
+                write_record(folder, number, step=attempt.step, indices=indices, world=world)
+    weights = [
+        value for parameter in job.model.parameters() for value in parameter.flatten().tolist()
+    ]
+    write_record(folder, number, digest=digest(job.model), weights=weights)
 
 
 def train_sharded(folder: Path, number: int, pause: float = 0.0) -> None:
@@ -168,14 +191,16 @@ def train_sharded(folder: Path, number: int, pause: float = 0.0) -> None:
     elasticlib.init_process_group("gloo")
     job = Job(logical=False)
 
-    def make() -> dict[str, Any]:
-        made = Job(logical=False)
-        fully_shard(made.model, mesh=DeviceMesh.from_group(dist.group.WORLD, "cpu"))
-        optimizer = torch.optim.AdamW(made.model.parameters(), lr=1e-2)
-        return {"model": made.model, "optimizer": optimizer}
+    def create_state() -> dict[str, Any]:
+        sharded = Job(logical=False)
+        fully_shard(sharded.model, mesh=DeviceMesh.from_group(dist.group.WORLD, "cpu"))
+        optimizer = torch.optim.AdamW(sharded.model.parameters(), lr=1e-2)
+        return {"model": sharded.model, "optimizer": optimizer}
 
     with elasticlib.CheckpointManager(folder / "checkpoints") as manager:
-        loop = elasticlib.steps(job.batches, make, manager=manager, epochs=EPOCHS, save_every=7)
+        loop = elasticlib.steps(
+            job.batches, create_state, manager=manager, epochs=EPOCHS, save_every=7
+        )
         for attempt in loop:
             with attempt as indices:
                 model, optimizer = attempt.state["model"], attempt.state["optimizer"]
@@ -187,8 +212,11 @@ def train_sharded(folder: Path, number: int, pause: float = 0.0) -> None:
                 time.sleep(pause)
             if attempt.is_committed:
                 world = dist.get_world_size()
-                write_down(folder, number, step=attempt.step, indices=indices, world=world)
+                write_record(folder, number, step=attempt.step, indices=indices, world=world)
             if is_last(folder, loop.step):
                 break
-        whole = [one.full_tensor().flatten().tolist() for one in loop.state["model"].parameters()]
-    write_down(folder, number, weights=[value for values in whole for value in values])
+        weights = [
+            parameter.full_tensor().flatten().tolist()
+            for parameter in loop.state["model"].parameters()
+        ]
+    write_record(folder, number, weights=[value for values in weights for value in values])

@@ -20,17 +20,17 @@ FLAGS = (
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
     *("--disable-dev-shm-usage", "--remote-debugging-pipe", "--hide-scrollbars"),
 )
+# The descriptors on which the browser reads requests and writes replies.
 READ, WRITE = 3, 4
-"""The descriptors at which the browser listens and answers."""
-SECONDS = 30.0
+TIMEOUT_S = 30.0
 
 
 class Browser:
-    """A tab. Calls are made one after another."""
+    """A tab of the browser. One call is made at a time."""
 
-    def __init__(self, asks: int, answers: int) -> None:
-        self._asks, self._answers = asks, answers
-        self._rest, self._number, self._session = b"", 0, ""
+    def __init__(self, requests: int, replies: int) -> None:
+        self._requests, self._replies = requests, replies
+        self._received, self._number, self._session = b"", 0, ""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
         self._session = attached["sessionId"]
@@ -38,30 +38,30 @@ class Browser:
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         self._number += 1
-        said: dict[str, Any] = {"id": self._number, "method": method, "params": params}
+        request: dict[str, Any] = {"id": self._number, "method": method, "params": params}
         if self._session:
-            said["sessionId"] = self._session
-        os.write(self._asks, json.dumps(said).encode() + b"\0")
-        while (heard := self._next()).get("id") != self._number:
+            request["sessionId"] = self._session
+        os.write(self._requests, json.dumps(request).encode() + b"\0")
+        while (reply := self._next()).get("id") != self._number:
             pass
-        assert "error" not in heard, heard["error"]
-        result: dict[str, Any] = heard["result"]
+        assert "error" not in reply, reply["error"]
+        result: dict[str, Any] = reply["result"]
         return result
 
     def _next(self) -> dict[str, Any]:
-        until = monotonic() + SECONDS
-        while b"\0" not in self._rest:
-            ready, _, _ = select.select([self._answers], [], [], max(0.0, until - monotonic()))
-            assert ready, f"the browser said nothing for {SECONDS:g} s"
-            read = os.read(self._answers, 1 << 20)
-            assert read, "the browser went away"
-            self._rest += read
-        line, self._rest = self._rest.split(b"\0", 1)
-        heard: dict[str, Any] = json.loads(line)
-        return heard
+        deadline = monotonic() + TIMEOUT_S
+        while b"\0" not in self._received:
+            ready, _, _ = select.select([self._replies], [], [], max(0.0, deadline - monotonic()))
+            assert ready, f"the browser sent nothing for {TIMEOUT_S:g} s"
+            read = os.read(self._replies, 1 << 20)
+            assert read, "the browser has exited"
+            self._received += read
+        line, self._received = self._received.split(b"\0", 1)
+        message: dict[str, Any] = json.loads(line)
+        return message
 
     def open(self, path: Path, width: int, *, dark: bool = False, media: str = "") -> None:
-        """The page as wide as that, and its window as high as the page, so that all is in sight."""
+        """Open a page with this width, in a window that is as high as the page."""
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", media=media, features=[scheme])
         self._resize(width, 800)
@@ -82,35 +82,35 @@ class Browser:
 
     def value(self, expression: str) -> Any:
         """Run a script in the page after it has been rendered, and return its result."""
-        found = self.call(
+        reply = self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
-        assert "exceptionDetails" not in found, found["exceptionDetails"]
-        return found["result"].get("value")
+        assert "exceptionDetails" not in reply, reply["exceptionDetails"]
+        return reply["result"].get("value")
 
     def picture(self, path: Path) -> None:
-        found = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(found["data"]))
+        reply = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
+        path.write_bytes(base64.b64decode(reply["data"]))
 
     def print(self, path: Path) -> None:
-        """Pages of A4, as the style sheet has them."""
-        found = self.call(
+        """Print the page to a PDF file, with the page size of the style sheet."""
+        reply = self.call(
             "Page.printToPDF", preferCSSPageSize=True, paperWidth=8.27, paperHeight=11.69
         )
-        path.write_bytes(base64.b64decode(found["data"]))
+        path.write_bytes(base64.b64decode(reply["data"]))
 
 
 @contextlib.contextmanager
-def browsing(executable: str, folder: Path) -> Iterator[Browser]:
-    """A browser with a fresh profile in this folder, gone at the end with all its processes."""
-    heard, asks = os.pipe()
-    answers, said = os.pipe()
-    # Out of the way of the two that they are to become.
-    high = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 20) for end in (heard, said)]
-    os.close(heard)
-    os.close(said)
+def start_browser(executable: str, folder: Path) -> Iterator[Browser]:
+    """Start a browser with a new profile in this directory, and kill its processes at the end."""
+    read_requests, requests = os.pipe()
+    replies, write_replies = os.pipe()
+    # The descriptors must differ from READ and WRITE, to which the child duplicates them.
+    high = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 20) for end in (read_requests, write_replies)]
+    os.close(read_requests)
+    os.close(write_replies)
 
-    def hand_over() -> None:
+    def move_descriptors() -> None:
         os.dup2(high[0], READ)
         os.dup2(high[1], WRITE)
 
@@ -121,19 +121,19 @@ def browsing(executable: str, folder: Path) -> Iterator[Browser]:
             stdout=log,
             stderr=log,
             pass_fds=(READ, WRITE),
-            preexec_fn=hand_over,
+            preexec_fn=move_descriptors,
             start_new_session=True,
         )
     for end in high:
         os.close(end)
     try:
-        yield Browser(asks, answers)
+        yield Browser(requests, replies)
     finally:
-        os.close(asks)
-        os.close(answers)
+        os.close(requests)
+        os.close(replies)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(10)
-        # Its helpers are of its session.
+        # The helper processes of the browser belong to its session.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait(10)

@@ -1,4 +1,4 @@
-"""The examples for frameworks as jobs of tests."""
+"""Jobs that run the examples for frameworks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 class FrameworkJob:
-    """A job of one example: its launches share a folder of checkpoints and a trace."""
+    """A job of one example. Its launches share a checkpoint directory and a trace."""
 
     def __init__(self, job: Job, name: str) -> None:
         self.job, self.name = job, name
@@ -47,54 +47,56 @@ class FrameworkJob:
             node, *run, *self.start_flags, *flags, *program, *arguments, **OFFLINE
         )
 
-    def alone(self, node: str, *flags: str, kills: str = "") -> Node:
-        """A node with two workers, which is the whole job."""
+    def start_single(self, node: str, *flags: str, kills: str = "") -> Node:
+        """Start a job with one node of two workers."""
         return self.start(node, "--standalone", "--nproc-per-node", "2", *flags, kills=kills)
 
-    def lines(self) -> list[dict]:
-        """All that was traced, by any rank, of any generation."""
+    def read_lines(self) -> list[dict]:
+        """Return the lines of the traces of all ranks and generations."""
         files = sorted(self.job.folder.glob("trace.*.jsonl"))
         texts = [text for file in files for text in file.read_text().splitlines(keepends=True)]
         return [json.loads(text) for text in texts if text.endswith("\n")]
 
-    def trains(self, step: int, world: int) -> None:
-        """Waits until a rank has begun this step, or a later one, in such a world."""
-        self._until(
+    def wait_for_step(self, step: int, world: int) -> None:
+        """Wait until a rank has started this step, or a later one, in a group of this size."""
+        self._wait_for_line(
             f"step {step} in a world of {world}",
             lambda line: line.get("world_size") == world and line["step"] >= step,
         )
 
-    def resumes(self, generation: int) -> None:
-        """Waits until a rank of the generation is about to train."""
-        self._until(
-            f"generation {generation} to train",
+    def wait_for_resume(self, generation: int) -> None:
+        """Wait until a rank of the generation has resumed."""
+        self._wait_for_line(
+            f"a worker of generation {generation}",
             lambda line: line["generation"] == generation and "resumed" in line,
         )
 
-    def _until(self, what: str, is_it: Callable[[dict], bool]) -> None:
-        wait_until(what, lambda: any(map(is_it, self.lines())), details=lambda: self.job.logs)
+    def _wait_for_line(self, what: str, condition: Callable[[dict], bool]) -> None:
+        wait_until(
+            what, lambda: any(map(condition, self.read_lines())), details=lambda: self.job.logs
+        )
 
     def read_traces(self) -> TraceSummary:
         return read_traces(self.trace)
 
 
-def said(node: Node, word: str) -> tuple[int, str]:
+def read_result(node: Node, outcome: str) -> tuple[int, str]:
     """Return the number of steps and the digest of the weights that rank 0 printed at the end."""
-    found = re.findall(rf"^{word} after (\d+) steps$", node.text, re.MULTILINE)
+    steps_found = re.findall(rf"^{outcome} after (\d+) steps$", node.text, re.MULTILINE)
     weights = re.findall(r"^weights sha256 (\w{64})$", node.text, re.MULTILINE)
-    assert (len(found), len(weights)) == (1, 1), node.text
-    return int(found[0]), weights[0]
+    assert (len(steps_found), len(weights)) == (1, 1), node.text
+    return int(steps_found[0]), weights[0]
 
 
 @cache
-def undisturbed(name: str, folder: Path) -> str:
-    """The hash of the weights of a run to which nothing happens; once a framework."""
+def train_undisturbed(name: str, folder: Path) -> str:
+    """Return the digest of the weights of a run without faults. It is run once per framework."""
     folder.mkdir()
     job = Job(folder)
     try:
-        node = FrameworkJob(job, name).alone("undisturbed")
+        node = FrameworkJob(job, name).start_single("undisturbed")
         assert node.exit_code() == 0, node.text
-        steps, weights = said(node, "done")
+        steps, weights = read_result(node, "done")
     finally:
         job.close()
     assert steps == STEPS

@@ -22,7 +22,7 @@ Yaml = dict[str, Any]
 
 @attrs.frozen
 class Container:
-    """What a kubelet starts: `own_name` is what the pod's /etc/hosts calls it besides `pod`."""
+    """The container of a pod. `own_name` is the second name of the pod in its own /etc/hosts."""
 
     pod: str
     own_name: str
@@ -42,11 +42,11 @@ def of_kind(name: str, kind: str) -> Yaml:
     return found
 
 
-# -- strictly by a generated client's model ----------------------------------------------------
+# -- validation by the models of generated clients ---------------------------------------------
 
 
 def build(name: str, models: Iterable[Any], value: Any) -> Any:
-    """The model of this name made of a manifest's value.
+    """Create the model of this name from a value of a manifest.
 
     Raises:
         ValueError: a field that the model does not have, lacks or has with another type.
@@ -74,11 +74,11 @@ def _typed(value: Any, kind: Any, name: str) -> Any:
     return value
 
 
-# -- what a kubelet is told --------------------------------------------------------------------
+# -- the containers of each kind of job --------------------------------------------------------
 
 
 def indexed_job(job: Yaml, index: int) -> Container:
-    """A pod of a plain Job with completionMode Indexed."""
+    """Return the container of a pod of a Job with completionMode Indexed."""
     name, template = job["metadata"]["name"], job["spec"]["template"]
     fields = {
         "metadata.labels['batch.kubernetes.io/job-name']": name,
@@ -90,7 +90,7 @@ def indexed_job(job: Yaml, index: int) -> Container:
 
 
 def pytorch_job(job: Yaml, index: int) -> Container:
-    """A worker of Kubeflow's PyTorchJob with an elasticPolicy and no master."""
+    """Return the container of a worker of a PyTorchJob with an elasticPolicy and no master."""
     name, spec = job["metadata"]["name"], job["spec"]
     (replicas,) = spec["pytorchReplicaSpecs"].values()
     policy = spec["elasticPolicy"]
@@ -104,12 +104,12 @@ def pytorch_job(job: Yaml, index: int) -> Container:
         "PET_RDZV_CONF": ",".join(f"{c['key']}={c['value']}" for c in policy.get("rdzvConf", ())),
     }
     pod = f"{name}-worker-{index}"
-    told = {key: str(value) for key, value in added.items() if value not in (None, "")}
-    return _container(replicas["template"], pod, pod, {}, told)
+    variables = {key: str(value) for key, value in added.items() if value not in (None, "")}
+    return _container(replicas["template"], pod, pod, {}, variables)
 
 
 def with_master(container: Container, rank: int, pods: int) -> Container:
-    """As the operator's newer versions add where there is a master: node-level, and for all."""
+    """Add the node-level variables that newer operators add if the job has a master."""
     node = {
         "MASTER_ADDR": "train-master-0",
         "MASTER_PORT": "23456",
@@ -122,7 +122,7 @@ def with_master(container: Container, rank: int, pods: int) -> Container:
 
 
 def train_job(runtime: Yaml, job: Yaml, index: int) -> Container:
-    """A node of a Trainer v2 TrainJob: a pod of the JobSet that its runtime describes."""
+    """Return the container of a node of a TrainJob (Trainer v2), with the pod of its runtime."""
     name, trainer = job["metadata"]["name"], job["spec"]["trainer"]
     (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
     template = replicated["template"]["spec"]["template"]
@@ -142,17 +142,19 @@ def train_job(runtime: Yaml, job: Yaml, index: int) -> Container:
     return _container(template, pod, f"{pod}.{name}.default.svc.cluster.local", {}, added)
 
 
-def runai_words() -> list[str]:
-    """The words of Run:ai's command line."""
+def runai_arguments() -> list[str]:
+    """Return the arguments of the command line of Run:ai."""
     text = (FOLDER / "runai-submit.sh").read_text().replace("\\\n", " ")
     return shlex.split(text, comments=True)
 
 
 def runai_job() -> Yaml:
-    """The PyTorchJob that Run:ai makes of its command line."""
-    words = runai_words()
-    cut = words.index("--")
-    flags = [(word, words[at + 1]) for at, word in enumerate(words[:cut]) if word[:2] == "--"]
+    """Return the PyTorchJob that Run:ai creates from its command line."""
+    arguments = runai_arguments()
+    end = arguments.index("--")
+    flags = [
+        (text, arguments[at + 1]) for at, text in enumerate(arguments[:end]) if text[:2] == "--"
+    ]
     of: Callable[[str], list[str]] = lambda flag: [v for f, v in flags if f == flag]  # noqa: E731
     env = [dict(zip(("name", "value"), e.split("=", 1), strict=True)) for e in of("--environment")]
     (claim,) = (dict(p.split("=") for p in v.split(",")) for v in of("--existing-pvc"))
@@ -163,7 +165,7 @@ def runai_job() -> Yaml:
     container = {
         "name": "pytorch",
         "image": of("--image")[0],
-        "command": words[cut + 1 :],
+        "command": arguments[end + 1 :],
         "env": env,
         "volumeMounts": [
             {"name": "shm", "mountPath": "/dev/shm"},
@@ -178,7 +180,7 @@ def runai_job() -> Yaml:
     return {
         "apiVersion": "kubeflow.org/v1",
         "kind": "PyTorchJob",
-        "metadata": {"name": words[4]},
+        "metadata": {"name": arguments[4]},
         "spec": {
             "elasticPolicy": {"minReplicas": int(least), "maxReplicas": int(most)},
             "runPolicy": {"cleanPodPolicy": "Running"},
@@ -197,9 +199,9 @@ def _container(
         value = one.get("value")
         if value is None:
             value = fields[one["valueFrom"]["fieldRef"]["fieldPath"]]
-        environment[one["name"]] = expanded(value, environment)
+        environment[one["name"]] = expand(value, environment)
     environment.update(added)
-    words = (*container.get("command", ()), *container.get("args", ()))
+    command = (*container.get("command", ()), *container.get("args", ()))
     volumes = {volume["name"]: volume for volume in spec["volumes"]}
     mounts = {m["mountPath"]: volumes[m["name"]] for m in container["volumeMounts"]}
     shared = mounts.pop("/dev/shm")["emptyDir"]
@@ -209,7 +211,7 @@ def _container(
     return Container(
         pod=pod,
         own_name=own_name,
-        command=tuple(expanded(word, environment) for word in words),
+        command=tuple(expand(argument, environment) for argument in command),
         environment=environment,
         grace=float(spec.get("terminationGracePeriodSeconds", 30)),
         shared_memory=shared["sizeLimit"],
@@ -217,6 +219,6 @@ def _container(
     )
 
 
-def expanded(text: str, environment: Mapping[str, str]) -> str:
-    """$(NAME), as a kubelet reads it: what it does not know stays as it is."""
+def expand(text: str, environment: Mapping[str, str]) -> str:
+    """Expand $(NAME) as a kubelet does. Unknown names are not changed."""
     return re.sub(r"\$\((\w+)\)", lambda m: environment.get(m[1], m[0]), text)

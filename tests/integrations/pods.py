@@ -1,7 +1,7 @@
-"""A minimal kubelet and the DNS of headless services. Pods are network namespaces.
+"""A minimal kubelet, and the DNS of headless services. Pods are network namespaces.
 
-A pod that is recreated has the same name and another address. The other pods see the new address
-after `publish` has been called, because DNS takes a while.
+A pod that is recreated has the same name and another address. The other pods use the old address
+until `publish` is called, which simulates the delay of DNS.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from manifests import Container
 from elasticlib.testing.waiting import wait_until
 
 SUFFIX = ".default.svc.cluster.local"
-# Process 1 of a container is the first of its own process namespace.
+# Process 1 of a container is the first process of its own PID namespace.
 _FIRST = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 _MOUNT = """
 mount -t tmpfs tmpfs /mnt && mkdir -p "$1" && mount --bind "$2" "$1" &&
@@ -40,15 +40,19 @@ class Pod:
 
     @property
     def first(self) -> int:
-        """Process 1, by the number that it has outside."""
+        """The pid of process 1 of the container, in the namespace of the test."""
 
-        def look() -> str:
+        def children() -> str:
             return Path(f"/proc/{self.node.pid}/task/{self.node.pid}/children").read_text().strip()
 
-        return int(wait_until("process 1", look, 10.0))
+        return int(wait_until("process 1", children, 10.0))
 
     def evict(self, grace: float | None = None) -> int:
-        """SIGTERM, and SIGKILL once the grace is over; the pod is gone then. Returns the code."""
+        """Send SIGTERM, send SIGKILL after the grace period, and delete the pod.
+
+        Returns:
+            The exit code of the pod.
+        """
         first = self.first
         os.kill(first, signal.SIGTERM)
         try:
@@ -60,92 +64,102 @@ class Pod:
         return code
 
     def lose(self) -> None:
-        """Its machine is gone, without a word."""
+        """Cut the power of the machine of the pod."""
         self.host.power_off()
         self.node.process.wait(10.0)
 
 
 class Pods:
-    """All pods of a job, the volume that they share, and what its trace says of their training."""
+    """All pods of a job, and their shared volume, which has the trace of the training."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._dns: dict[str, str] = {}
-        self._living: dict[str, Pod] = {}
+        self._running: dict[str, Pod] = {}
         self.volume = cluster.job.folder / "volume"
         self.pace = self.volume / "slowly"
         self.volume.mkdir()
         self.pace.write_text("0.3")
 
     def start(self, container: Container, *more: str) -> Pod:
-        """A pod with these words behind its command; only it itself knows of its address yet."""
+        """Start a pod with more arguments. Only the pod knows its address before `publish`."""
         number = len(self._cluster.hosts) + 1
         host = Host(self._cluster, number, container.pod)
         self._cluster.hosts[f"{container.pod}/{number}"] = host
-        self._tell(host, container)
+        self._write_hosts(host, container)
         host.power_on()
         mounts = (container.mount, str(self.volume), container.shared_memory.replace("Gi", "g"))
         enter = host.namespaces.enter("sh", "-c", _MOUNT, "sh", *mounts)
         subprocess.run(enter, check=True, timeout=10)
         command = (*_FIRST, *self._command(container), *more)
         node = host.start(f"{container.pod}.{number}", *command, **container.environment)
-        pod = self._living[container.pod] = Pod(container, host, node)
+        pod = self._running[container.pod] = Pod(container, host, node)
         return pod
 
     def publish(self) -> None:
-        """DNS knows all pods that there are, at the addresses that they have now."""
-        here = {name: pod for name, pod in self._living.items() if pod.node.process.poll() is None}
-        self._living = here
-        self._dns = {
-            pod.container.own_name.removesuffix(SUFFIX): pod.host.address for pod in here.values()
+        """Let DNS resolve the names of all running pods to their present addresses."""
+        running = {
+            name: pod for name, pod in self._running.items() if pod.node.process.poll() is None
         }
-        for pod in here.values():
-            self._tell(pod.host, pod.container)
+        self._running = running
+        self._dns = {
+            pod.container.own_name.removesuffix(SUFFIX): pod.host.address
+            for pod in running.values()
+        }
+        for pod in running.values():
+            self._write_hosts(pod.host, pod.container)
 
-    def _tell(self, host: Host, container: Container) -> None:
+    def _write_hosts(self, host: Host, container: Container) -> None:
         """Write /etc/hosts, which takes precedence over DNS, as a kubelet does."""
         own = {container.pod: host.address, container.own_name: host.address}
         host.set_known_names({**self._dns, **own})
 
     def _command(self, container: Container) -> list[str]:
-        """The container's own, at a pace at which something can happen, and with a trace."""
-        words = list(container.command)
-        at = words.index("-m")
-        assert (words[0], words[at + 1]) == ("elasticrun", "elasticlib.examples.train_text")
+        """Return the command of the container, with slower steps and a trace."""
+        command = list(container.command)
+        at = command.index("-m")
+        assert (command[0], command[at + 1]) == ("elasticrun", "elasticlib.examples.train_text")
         mount = shlex.quote(container.mount)
         paced = [str(PROGRAMS / "paced_training.py"), f"{mount}/{self.pace.name}"]
-        run = [sys.executable, "-m", "elasticlib.launch", *words[1:at], *paced, *words[at + 2 :]]
+        run = [
+            sys.executable,
+            "-m",
+            "elasticlib.launch",
+            *command[1:at],
+            *paced,
+            *command[at + 2 :],
+        ]
         return [*run, f"--trace={mount}/trace"]
 
     def launches(self) -> set[str]:
-        """The starts of the job that have trained."""
+        """Return the names of the launches of the job that have trained."""
         names = (path.name.removeprefix("trace.") for path in self.volume.glob("trace.*.jsonl"))
         return {name.rsplit(".", 3)[0] for name in names}
 
-    def trained(self, world: int, after: int = 0, launch: str = "*") -> int:
-        """Waits for a step of so many workers in a generation past `after`, and returns that."""
+    def wait_for_step(self, world: int, after: int = 0, launch: str = "*") -> int:
+        """Wait for a step of `world` workers in a generation after `after`, and return it."""
 
-        def look() -> int:
+        def condition() -> int:
             for path in self.volume.glob(f"trace.{launch}.*.*.jsonl"):
                 generation = int(path.name.split(".")[-3])
-                if generation > after and self._worlds(path) == {world}:
+                if generation > after and self._read_worlds(path) == {world}:
                     return generation
             return 0
 
         what = f"a step in a world of {world} after generation {after}"
-        return wait_until(what, look, details=self.said)
+        return wait_until(what, condition, details=self.read_logs)
 
-    def said(self) -> str:
+    def read_logs(self) -> str:
         nodes = self._cluster.job.nodes
         return "\n".join(f"-- {node.name}\n{node.text}" for node in nodes)
 
     @staticmethod
-    def _worlds(path: Path) -> set[int]:
-        # The last line may be half written.
-        whole = path.read_text().rpartition("\n")[0].splitlines()
-        return {line["world_size"] for line in map(json.loads, whole) if "step" in line}
+    def _read_worlds(path: Path) -> set[int]:
+        # The last line may be incomplete.
+        lines = path.read_text().rpartition("\n")[0].splitlines()
+        return {line["world_size"] for line in map(json.loads, lines) if "step" in line}
 
     def finish(self) -> list[int]:
-        """Let all pods train to the end, and return their exit codes in order of their names."""
+        """Let all pods finish the training, and return their exit codes sorted by pod name."""
         self.pace.unlink()
-        return [pod.node.exit_code(90.0) for _, pod in sorted(self._living.items())]
+        return [pod.node.exit_code(90.0) for _, pod in sorted(self._running.items())]

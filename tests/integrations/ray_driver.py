@@ -33,7 +33,7 @@ WORKER = Path(__file__).parents[1] / "programs" / "fault_worker.py"
 
 
 @attrs.frozen
-class Trained:
+class TrainResult:
     total: float
     devices: str | None
     threads: str
@@ -42,7 +42,7 @@ class Trained:
     imported: bool
 
 
-def train(folder: Path) -> Trained:
+def train(folder: Path) -> TrainResult:
     import torch
 
     torch.distributed.init_process_group("gloo")
@@ -51,9 +51,9 @@ def train(folder: Path) -> Trained:
     torch.distributed.destroy_process_group()
     print(f"trained on rank {os.environ['RANK']} under {folder.name}", flush=True)
     devices, threads = os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ["OMP_NUM_THREADS"]
-    # Where multiprocessing puts the script of the process that sent this function.
+    # multiprocessing imports the script of the process that sent this function by this name.
     main = str(getattr(sys.modules.get("__mp_main__"), "__file__", ""))
-    return Trained(
+    return TrainResult(
         total.item(), devices, threads, os.getcwd(), sys.argv, main.endswith("default_worker.py")
     )
 
@@ -66,14 +66,14 @@ def fail(folder: Path) -> None:
 
 
 def save(folder: Path) -> None:
-    # From here on it is asked to save, and not just stopped.
-    told = context()
-    assert not told.should_stop()
+    # A worker that has called should_stop gets a stop request before it is stopped.
+    worker = context()
+    assert not worker.should_stop()
     report = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "ELASTICLIB_GENERATION")}
     name = "report.{ELASTICLIB_GENERATION}.{RANK}.0".format(**report)
     (folder / f"{name}.part").write_text(json.dumps(report))
     (folder / f"{name}.part").rename(folder / f"{name}.json")
-    while not told.should_stop():
+    while not worker.should_stop():
         pass
     (folder / f"saved.{os.environ['RANK']}").touch()
 
@@ -100,12 +100,14 @@ def main() -> None:
     except SignalException as error:
         print(json.dumps({"state": error.result.state.value}))
     except ChildFailedError as error:
-        said = attrs.asdict(error.cause) if error.cause else None
+        cause = attrs.asdict(error.cause) if error.cause else None
         state = error.result.state.value
         ranks = sorted(error.failures)
-        print(json.dumps({"state": state, "says": str(error), "cause": said, "failures": ranks}))
+        print(
+            json.dumps({"state": state, "message": str(error), "cause": cause, "failures": ranks})
+        )
     else:
-        ray.shutdown()  # so that nothing is printed after this
+        ray.shutdown()  # The result must be the last output.
         print(json.dumps({rank: value and attrs.asdict(value) for rank, value in values.items()}))
 
 

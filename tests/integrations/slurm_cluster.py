@@ -1,7 +1,8 @@
-"""A real Slurm for tests: a controller and nodes, each in its own network namespace.
+"""A Slurm cluster for tests: a controller and nodes, each in its own network namespace.
 
 With namespaces (tests/hosts.py), the cluster has its own names and ports, a node can lose its
-power, and nothing is left after the tests. Needs Debian's slurmctld, slurmd and slurm-client.
+power, and nothing is left after the tests. The Debian packages slurmctld, slurmd and slurm-client
+are required.
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ from jobs import TAG, Job, Node, leftover_files
 from elasticlib.testing.waiting import wait_until
 
 TOOLS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo", "squeue", "scancel")
-GPUS = 2
-"""Of each node, in name only."""
+GPUS = 2  # generic resources of each node, without devices
 _CONFIGURATION = """\
 ClusterName=test
 SlurmctldHost={head}({address})
@@ -80,21 +80,21 @@ class Slurm:
         self._daemon(self.head, "slurmctld", "-D")
         for name in self.nodes:
             self.serve(name)
-        self.idle()
+        self.wait_until_idle()
 
     def serve(self, name: str) -> None:
         self._daemon(self.nodes[name], "slurmd", "-D", "-N", name)
 
     def repair(self, name: str) -> None:
-        """A node that had lost its power, and all that was in its temporary folder."""
+        """Restart a node that has lost its power, and delete its temporary files."""
         self.nodes[name].power_on()
         self.serve(name)
-        self.idle()
+        self.wait_until_idle()
         for path in leftover_files(self._cluster.job.temporary):
             shutil.rmtree(path)
 
-    def idle(self) -> None:
-        """Waits until no job is on any node."""
+    def wait_until_idle(self) -> None:
+        """Wait until no job is on any node."""
         wait_until("the nodes to be idle", lambda: self._states() == {"idle"}, 30.0)
 
     def _daemon(self, host: Host, name: str, *flags: str) -> Node:
@@ -103,9 +103,9 @@ class Slurm:
         return host.start(f"{name}-{host}", program, *flags, SLURM_CONF=str(self.configuration))
 
     def _states(self) -> set[str]:
-        return set(self.tell("sinfo", "-h", "-N", "-o", "%T", check=False).split())
+        return set(self.run_command("sinfo", "-h", "-N", "-o", "%T", check=False).split())
 
-    def tell(self, *command: str, check: bool = True, **extra: str) -> str:
+    def run_command(self, *command: str, check: bool = True, **extra: str) -> str:
         """Run a command of Slurm on the host of the controller, and return its output."""
         own = {
             "SLURM_CONF": str(self.configuration),
@@ -113,7 +113,7 @@ class Slurm:
             TAG: self._cluster.job.tag,
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         }
-        done = subprocess.run(
+        process = subprocess.run(
             self.head.namespaces.enter(*command),
             env={**os.environ, **own, **extra},
             capture_output=True,
@@ -121,20 +121,22 @@ class Slurm:
             timeout=60,
             check=False,
         )
-        assert done.returncode == 0 or not check, f"{command}: {done.stdout}{done.stderr}"
-        return done.stdout
+        assert process.returncode == 0 or not check, f"{command}: {process.stdout}{process.stderr}"
+        return process.stdout
 
     def submit(self, script: Path, *flags: str, **extra: str) -> str:
-        """A batch script, in its own folder, where what it says is in JOB.out; the job's id."""
+        """Submit a batch script, whose output is in JOB.out next to it. Return the job id."""
         where = (f"--chdir={script.parent}", f"--output={script.parent}/%A.out")
-        return self.tell("sbatch", "--parsable", *where, *flags, str(script), **extra).strip()
+        return self.run_command(
+            "sbatch", "--parsable", *where, *flags, str(script), **extra
+        ).strip()
 
     def field(self, job: str, name: str) -> str:
         """Return a field of `scontrol show job`, such as JobState."""
-        told = self.tell("scontrol", "--oneliner", "show", "job", job)
-        found = re.search(rf"\b{name}=(\S*)", told)
-        assert found is not None, f"{name} of {told}"
-        return found.group(1)
+        text = self.run_command("scontrol", "--oneliner", "show", "job", job)
+        match = re.search(rf"\b{name}=(\S*)", text)
+        assert match is not None, f"{name} of {text}"
+        return match.group(1)
 
     def wait_for_state(
         self, job: str, state: str, *, details: Callable[[], str] | None = None
@@ -145,9 +147,9 @@ class Slurm:
         wait_until(f"job {job} to be {state}", has_state, details=details)
 
     def cancel(self) -> None:
-        """End all that there is."""
-        self.tell("scancel", "--user=root", check=False)
-        self.tell("scancel", "--signal=KILL", "--user=root", check=False)
+        """Cancel all jobs."""
+        self.run_command("scancel", "--user=root", check=False)
+        self.run_command("scancel", "--signal=KILL", "--user=root", check=False)
 
 
 _MISSING = ", ".join(tool for tool in TOOLS if shutil.which(tool) is None)
@@ -155,27 +157,27 @@ _WHERE = "install slurmctld, slurmd and slurm-client"
 needs_slurm = pytest.mark.skipif(bool(_MISSING), reason=f"no {_MISSING} here: {_WHERE}")
 
 
-def _why_not() -> str:
+def _reason_unavailable() -> str:
     if _MISSING:
         return f"no {_MISSING} here: {_WHERE}"
     return reason_hosts_unavailable() or ("" if os.getuid() == 0 else "Slurm's daemons need root")
 
 
 @pytest.fixture(scope="module")
-def whole_slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    """Two nodes, started once for a file of tests, and all gone after it."""
-    if _why_not():
-        pytest.skip(_why_not())
+def module_slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    """Start a cluster with two nodes for all tests of a file."""
+    if _reason_unavailable():
+        pytest.skip(_reason_unavailable())
     job = Job(tmp_path_factory.mktemp("slurm"))
     cluster = Cluster(job)
-    # Sockets lie in it, whose paths must be short.
+    # The path is short, because the paths of sockets in it have a length limit.
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
     try:
         slurm = Slurm(cluster, folder, 2)
         slurm.start()
         yield slurm
         slurm.cancel()
-        slurm.idle()
+        slurm.wait_until_idle()
         job.close()
         job.wait_until_gone()
         assert not leftover_files(job.temporary)
@@ -185,9 +187,9 @@ def whole_slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 
 
 @pytest.fixture
-def slurm(whole_slurm: Slurm) -> Iterator[Slurm]:
-    """The same, with nothing to do before and after a test."""
-    whole_slurm.idle()
-    yield whole_slurm
-    whole_slurm.cancel()
-    whole_slurm.idle()
+def slurm(module_slurm: Slurm) -> Iterator[Slurm]:
+    """Return the cluster without any job, and cancel all jobs after the test."""
+    module_slurm.wait_until_idle()
+    yield module_slurm
+    module_slurm.cancel()
+    module_slurm.wait_until_idle()

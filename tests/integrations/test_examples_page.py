@@ -24,7 +24,7 @@ def run(command: str, folder: Path) -> str:
     """Run a command of the page with this Python, and return its output."""
     words = shlex.split(command)
     module = {"elasticrun": ["-m", "elasticlib.launch"], "python": []}[words[0]]
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, *module, *words[1:]],
         cwd=folder,
         capture_output=True,
@@ -32,8 +32,8 @@ def run(command: str, folder: Path) -> str:
         timeout=90,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert process.returncode == 0, process.stderr
+    return process.stdout
 
 
 def test_page_names_exactly_the_example_programs() -> None:
@@ -48,8 +48,8 @@ def test_page_names_exactly_the_example_programs() -> None:
 
 def test_commands_of_the_page_train_on_text_and_images(tmp_path: Path) -> None:
     assert re.search(DONE, run(TEXT_RUN, tmp_path), re.MULTILINE)
-    # Both use the default folder for checkpoints, as somebody who tries one after the other would
-    # not in one folder: the second would find the state of another training.
+    # Both commands use the default checkpoint directory, so the test runs them in two directories.
+    # In one directory, the second command would restore the state of the first.
     other = tmp_path / "images"
     other.mkdir()
     trained = run(IMAGES_RUN, other)
@@ -70,8 +70,8 @@ def test_launcher_and_script_accept_the_command_for_a_cluster() -> None:
 
 def test_the_demo_is_a_target_of_the_makefile() -> None:
     assert DEMO == "make demo"
-    made = (DOCS.parent / "Makefile").read_text()
-    assert re.search(r"^demo: .*\n.* -m elasticlib\.examples\.demo$", made, re.MULTILINE)
+    makefile = (DOCS.parent / "Makefile").read_text()
+    assert re.search(r"^demo: .*\n.* -m elasticlib\.examples\.demo$", makefile, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", re.findall(r"`(--[\w-]+)", TEXT))

@@ -1,4 +1,4 @@
-"""Unit tests of elasticlib.integrations, and of limits of the frameworks that docs/ names."""
+"""Parts of elasticlib.integrations, and limits of the frameworks that the docs describe."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from elasticlib.errors import ConfigError
 from elasticlib.workers.context import WorkerContext
 from elasticlib.workers.worker_channel import WorkerChannel
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of the frameworks
+pytestmark = pytest.mark.filterwarnings("ignore")  # The frameworks cause warnings.
 
 
 def test_length_of_an_epoch_does_not_depend_on_the_position() -> None:
@@ -128,7 +128,7 @@ def test_a_checkpoint_whose_save_was_interrupted_is_skipped(tmp_path: Path) -> N
 
 
 class RecordingContext:
-    """Replaces `context()`: records the reports, and requests a stop after the second step."""
+    """A worker context that records the reports, and requests a stop after the second step."""
 
     def __init__(self, output_dir: Path) -> None:
         self.output_dir = output_dir
@@ -280,11 +280,11 @@ def test_import_error_names_the_missing_framework_and_its_extra(module: str, hid
         f"try: import elasticlib.integrations.{module}\n"
         "except ImportError as error: print(error)"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
-    assert f"elasticlib.integrations.{module} needs" in done.stdout, done.stderr
-    assert f"pip install 'elasticlib[{module}]'" in done.stdout
+    assert f"elasticlib.integrations.{module} needs" in process.stdout, process.stderr
+    assert f"pip install 'elasticlib[{module}]'" in process.stdout
 
 
 def test_torchdata_rejects_a_state_from_another_number_of_loader_workers() -> None:

@@ -32,8 +32,8 @@ VALIDATED = r"step (\d+) validated: loss \S+ top-1 (\S+) on (\d+) images"
 
 
 @pytest.fixture(scope="module")
-def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """94 training images, of which the last batch has 6, and 23 validation images."""
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Create 94 training images, with 6 in the last batch, and 23 validation images."""
     folder = tmp_path_factory.mktemp("images") / "drawn"
     draw_images(folder, IMAGES, 32)
     return folder
@@ -41,7 +41,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def job(job: Job) -> Iterator[Job]:
-    """A job whose loader workers may have been killed: by multiprocessing, or with their rank."""
+    """Delete the directories that killed loader workers leave, before the job checks for files."""
     yield job
     job.close()
     for listening in job.temporary.glob("pymp-*"):  # to hand out what it loaded
@@ -50,7 +50,7 @@ def job(job: Job) -> Iterator[Job]:
 
 @attrs.frozen
 class Run:
-    """The example with these images and its own checkpoint directory."""
+    """A run of the example with its own checkpoint directory."""
 
     job: Job
     name: str
@@ -73,7 +73,7 @@ class Run:
         return state["model"]  # type: ignore[no-any-return]
 
 
-def check_validated(node: Node) -> None:
+def assert_validated(node: Node) -> None:
     """Check that each epoch was validated on all validation images."""
     scored = re.findall(VALIDATED, node.text)
     ends = [STEPS_AN_EPOCH * (epoch + 1) for epoch in range(EPOCHS)]
@@ -82,44 +82,46 @@ def check_validated(node: Node) -> None:
 
 
 @pytest.fixture
-def calm(job: Job, drawn: Path) -> tuple[Run, Node]:
-    """A run on two ranks without faults, which has been started."""
-    run = Run(job, "calm", drawn)
+def undisturbed(job: Job, images: Path) -> tuple[Run, Node]:
+    """Start a run on two ranks without faults."""
+    run = Run(job, "undisturbed", images)
     return run, run.start(2)
 
 
 def test_weights_after_a_killed_worker_are_equal_to_those_without_faults(
-    job: Job, drawn: Path, calm: tuple[Run, Node]
+    job: Job, images: Path, undisturbed: tuple[Run, Node]
 ) -> None:
-    run, undisturbed = calm
-    storm = Run(job, "storm", drawn)
+    run, node_without_faults = undisturbed
+    storm = Run(job, "storm", images)
     node = storm.start(2)
-    # Four steps past a snapshot's, so that some are done again.
+    # The kill is four steps after a snapshot, so that some steps are repeated.
     node.wait_for_log(rf"epoch 1 step {STEPS_AN_EPOCH + 3} ")
     victim = find_workers(node.pid)[1]
     loading = find_children(victim)
     os.kill(victim, signal.SIGKILL)
     assert node.exit_code() == 0, node.text
-    assert undisturbed.exit_code() == 0, undisturbed.text
+    assert node_without_faults.exit_code() == 0, node_without_faults.text
     assert loading, "it had a loader worker, of which nothing may be left: see the fixture"
     assert "generation 2: " in node.text
-    check_validated(undisturbed)
-    check_validated(node)
+    assert_validated(node_without_faults)
+    assert_validated(node)
     ((steps, best),) = re.findall(DONE, node.text, re.MULTILINE)
-    assert [(steps, best)] == re.findall(DONE, undisturbed.text, re.MULTILINE)
+    assert [(steps, best)] == re.findall(DONE, node_without_faults.text, re.MULTILINE)
     assert steps == str(STEPS)
-    right = run.weights()
-    assert all(torch.equal(mine, right[name]) for name, mine in storm.weights().items())
-    scores = {int(step): float(top1) for step, top1, _ in re.findall(VALIDATED, undisturbed.text)}
+    expected = run.weights()
+    assert all(torch.equal(tested, expected[name]) for name, tested in storm.weights().items())
+    scores = {
+        int(step): float(top1) for step, top1, _ in re.findall(VALIDATED, node_without_faults.text)
+    }
     assert scores[int(best)] == max(scores.values())
-    check_it_has_learned(undisturbed.text, max(scores.values()))
+    assert_has_learned(node_without_faults.text, max(scores.values()))
     manager = CheckpointManager(storm.checkpoints)
     assert manager.steps(pinned_only=True)[-1] == int(best)
     kept = manager.load(int(best))["progress"]["best_top1"]
     assert kept == pytest.approx(max(scores.values()), abs=0.005)
 
 
-def check_it_has_learned(text: str, best: float) -> None:
+def assert_has_learned(text: str, best: float) -> None:
     losses = [float(loss) for loss in re.findall(REPORTED, text)]
     assert len(losses) == STEPS
     first, last = losses[:STEPS_AN_EPOCH], losses[-STEPS_AN_EPOCH:]
@@ -128,11 +130,11 @@ def check_it_has_learned(text: str, best: float) -> None:
 
 
 def test_a_signal_to_all_processes_stops_cleanly_and_one_rank_can_resume(
-    job: Job, drawn: Path, calm: tuple[Run, Node]
+    job: Job, images: Path, undisturbed: tuple[Run, Node]
 ) -> None:
     # A scheduler also signals the data loader workers. The weights of one rank differ from those of
     # two by rounding; a lost or repeated batch would change them more.
-    run = Run(job, "run", drawn)
+    run = Run(job, "run", images)
     node = run.start(2)
     node.wait_for_log(r"epoch 0 step 2 ")
     workers = find_workers(node.pid)
@@ -144,37 +146,37 @@ def test_a_signal_to_all_processes_stops_cleanly_and_one_rank_can_resume(
     stopped = re.search(r"stopping after step (\d+): ", node.text)
     assert stopped, node.text
     assert CheckpointManager(run.checkpoints).latest() == int(stopped[1])
-    alone = run.start(1)
-    assert alone.exit_code() == 0, alone.text
-    check_validated(alone)
-    assert calm[1].exit_code() == 0, calm[1].text
-    weights = (one.weights().values() for one in (run, calm[0]))
-    mine, right = (torch.cat([part.flatten() for part in parts]) for parts in weights)
-    # By rounding 0.0008; 0.02 where one of the last batches is left out, and 0.5 of the first.
-    assert (mine - right).norm() < 0.005 * right.norm()
+    single = run.start(1)
+    assert single.exit_code() == 0, single.text
+    assert_validated(single)
+    assert undisturbed[1].exit_code() == 0, undisturbed[1].text
+    weights = (one.weights().values() for one in (run, undisturbed[0]))
+    tested, expected = (torch.cat([part.flatten() for part in parts]) for parts in weights)
+    # Rounding changes the weights by 0.0008, and a missing batch by 0.02 (last) to 0.5 (first).
+    assert (tested - expected).norm() < 0.005 * expected.norm()
 
 
 def test_a_worker_killed_at_the_end_of_an_epoch_resumes_with_its_validation(
-    job: Job, drawn: Path, calm: tuple[Run, Node]
+    job: Job, images: Path, undisturbed: tuple[Run, Node]
 ) -> None:
-    run = Run(job, "run", drawn)
+    run = Run(job, "run", images)
     node = run.start(2)
     node.wait_for_log(rf"epoch 0 step {STEPS_AN_EPOCH} ")
     os.kill(wait_until("workers", lambda: find_workers(node.pid))[0], signal.SIGKILL)
     assert node.exit_code() == 0, node.text
-    check_validated(node)
-    assert calm[1].exit_code() == 0, calm[1].text
-    right = calm[0].weights()
-    assert all(torch.equal(mine, right[name]) for name, mine in run.weights().items())
+    assert_validated(node)
+    assert undisturbed[1].exit_code() == 0, undisturbed[1].text
+    expected = undisturbed[0].weights()
+    assert all(torch.equal(tested, expected[name]) for name, tested in run.weights().items())
 
 
-def test_a_damaged_image_is_named_in_the_failure_report(job: Job, drawn: Path) -> None:
+def test_a_damaged_image_is_named_in_the_failure_report(job: Job, images: Path) -> None:
     bad = job.folder / "images"
-    for name in ImageDataset(drawn / "train", 32).names[::2]:
+    for name in ImageDataset(images / "train", 32).names[::2]:
         for split in ("train", "val"):
             copy = bad / split / name
             copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.write_bytes((drawn / "train" / name).read_bytes())
+            copy.write_bytes((images / "train" / name).read_bytes())
     victim = sorted(bad.glob("train/4-corners/*.png"))[3]
     victim.write_bytes(victim.read_bytes()[:60])
     node = Run(job, "run", bad).start(1, restarts=0)

@@ -24,12 +24,12 @@ from manifests import (  # noqa: E402
     Yaml,
     build,
     documents,
-    expanded,
+    expand,
     indexed_job,
     of_kind,
     pytorch_job,
+    runai_arguments,
     runai_job,
-    runai_words,
     train_job,
     with_master,
 )
@@ -60,7 +60,7 @@ VERSIONS = {
     "TrainJob": "trainer.kubeflow.org/v1alpha1",
 }
 ALL = [pytest.param(d, id=f"{f.name}-{d['kind']}") for f in FILES for d in documents(f.name)]
-DNS_SECONDS = 30.0  # what kubeadm writes, for answers and for their absence
+DNS_TTL_S = 30.0  # the default of kubeadm, for positive and for negative answers
 RESERVED = {
     "PET_NNODES",
     "PET_NPROC_PER_NODE",
@@ -68,7 +68,7 @@ RESERVED = {
     "PET_MASTER_ADDR",
     "PET_MASTER_PORT",
 }
-# Of `runai training pytorch submit`, by the reference of its command line; and what takes no value.
+# Flags of `runai training pytorch submit` in the reference of its command line, and switches.
 RUNAI_FLAGS = {
     "--project",
     "--image",
@@ -93,18 +93,18 @@ CONTAINERS = {
 }
 
 
-def launched(container: Container) -> LaunchRequest:
+def parse(container: Container) -> LaunchRequest:
     assert container.command[0] == "elasticrun"
     return parse_launch(container.command[1:], container.environment)
 
 
-def valid(document: Yaml) -> None:
+def validate(document: Yaml) -> None:
     """Raise ValueError if the document does not match the model of its kind."""
     name = MODELS[document["kind"]]
     if not hasattr(trainer, name):
         build(name, (kubeflow, kubernetes), document)
         return
-    # What the model does not know it leaves out.
+    # The model omits unknown fields.
     if (kept := getattr(trainer, name).from_dict(document).to_dict()) != document:
         raise ValueError(f"{name} has no such field: {kept} is not {document}")
 
@@ -112,17 +112,17 @@ def valid(document: Yaml) -> None:
 @pytest.mark.parametrize("document", ALL)
 def test_a_manifest_has_only_fields_of_its_kind(document: Yaml) -> None:
     assert document["apiVersion"] == VERSIONS[document["kind"]]
-    valid(document)
+    validate(document)
 
 
-def paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+def list_paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Return the paths of all mappings whose keys are fields, not labels, requests or kinds."""
     if isinstance(value, list):
-        return [found for n, one in enumerate(value) for found in paths(one, (*path, n))]
+        return [below for n, one in enumerate(value) for below in list_paths(one, (*path, n))]
     if not isinstance(value, dict) or (path and path[-1] in FREE):
         return []
-    below = [found for key, one in value.items() for found in paths(one, (*path, key))]
-    return [path, *below]
+    nested = [below for key, one in value.items() for below in list_paths(one, (*path, key))]
+    return [path, *nested]
 
 
 FREE = ("labels", "requests", "selector", "matchLabels", "pytorchReplicaSpecs")
@@ -130,22 +130,22 @@ FREE = ("labels", "requests", "selector", "matchLabels", "pytorchReplicaSpecs")
 
 @pytest.mark.parametrize("document", ALL)
 def test_a_misspelled_field_is_found(document: Yaml) -> None:
-    found = paths(document)
-    assert len(found) > 2
-    for path in found:
+    all_paths = list_paths(document)
+    assert len(all_paths) > 2
+    for path in all_paths:
         (again,) = [d for f in FILES for d in documents(f.name) if d == document]
-        there = again
+        parent = again
         for key in path:
-            there = there[key]
-        there["misspelt"] = "x"
+            parent = parent[key]
+        parent["misspelt"] = "x"
         with pytest.raises(ValueError, match="misspelt"):
-            valid(again)
+            validate(again)
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
 def test_elasticrun_accepts_the_command_and_variables_of_each_manifest(name: str) -> None:
     container = CONTAINERS[name]
-    launch = launched(container)
+    launch = parse(container)
     config = launch.config
     assert (config.min_nodes, config.max_nodes) == (1, 3 if name == "trainjob" else 4)
     assert (config.nproc_per_node, config.max_restarts, config.run_id) == (1, 3, "train")
@@ -162,11 +162,11 @@ def test_elasticrun_accepts_the_command_and_variables_of_each_manifest(name: str
 
 @pytest.mark.parametrize("name", CONTAINERS)
 def test_pods_get_enough_time_to_save_before_they_are_killed(name: str) -> None:
-    config = launched(CONTAINERS[name]).config
+    config = parse(CONTAINERS[name]).config
     options = config.supervision.agent
-    # The others' workers are told to save when the host's own are, and it serves until they met.
+    # All workers save at the same time, and the node with the store serves until they have.
     saved = options.checkpoint_grace + config.shutdown_timeout
-    # Run:ai's pods have 30 s, and a save is worth more than a process that outlives SIGKILL.
+    # Pods of Run:ai have 30 s, so there is no time for a process that does not end by SIGKILL.
     reaped = 0.0 if name == "runai" else StopTimeouts().kill_timeout
     assert saved + reaped + config.rendezvous_timeouts.close_timeout < CONTAINERS[name].grace
 
@@ -175,16 +175,16 @@ def test_pods_get_enough_time_to_save_before_they_are_killed(name: str) -> None:
 def test_the_last_call_is_as_long_as_dns_entries_can_be_stale(
     name: str,
 ) -> None:
-    assert launched(CONTAINERS[name]).config.rendezvous_settings.last_call_timeout == DNS_SECONDS
+    assert parse(CONTAINERS[name]).config.rendezvous_settings.last_call_timeout == DNS_TTL_S
 
 
 def test_master_variables_of_the_operator_do_not_change_the_launch() -> None:
-    """RANK and its like are of the node, and are for the agent nothing."""
+    """RANK and similar variables describe the node. The agent ignores them."""
     plain = CONTAINERS["pytorchjob"]
-    told, more = launched(plain), launched(with_master(plain, 2, 3))
-    assert more.config.endpoints == told.config.endpoints
-    assert (more.config.nproc_per_node, more.config.max_nodes) == (1, 4)
-    assert more.config.node_rank == 2
+    without, with_variables = parse(plain), parse(with_master(plain, 2, 3))
+    assert with_variables.config.endpoints == without.config.endpoints
+    assert (with_variables.config.nproc_per_node, with_variables.config.max_nodes) == (1, 4)
+    assert with_variables.config.node_rank == 2
 
 
 def test_an_empty_standalone_variable_selects_a_single_node() -> None:
@@ -199,13 +199,13 @@ def test_the_indexed_job_can_be_resized_and_its_pods_replaced() -> None:
     spec = JOB["spec"]
     assert spec["completionMode"] == "Indexed"
     assert spec["completions"] == spec["parallelism"]
-    drained = launched(CONTAINERS["indexed-job"]).config.supervision.drain_exit_code
+    drained = parse(CONTAINERS["indexed-job"]).config.supervision.drain_exit_code
     for job in (spec, RUNTIME["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]):
         pod = job["template"]["spec"]
-        # The Job controller takes a podFailurePolicy with these alone.
+        # The Job controller accepts a podFailurePolicy only with these values.
         assert (pod["restartPolicy"], job["podReplacementPolicy"]) == ("Never", "Failed")
         rules = job["podFailurePolicy"]["rules"]
-        # One pod's trouble, such as exit code 2, is bounded and does not end the job for all.
+        # A failure of one pod, such as exit code 2, does not end the job.
         assert {rule["action"] for rule in rules} == {"Ignore"}
         assert job["backoffLimitPerIndex"] > 0
         (codes,) = [rule["onExitCodes"] for rule in rules if "onExitCodes" in rule]
@@ -221,7 +221,7 @@ def test_names_in_the_indexed_job_refer_to_each_other() -> None:
     assert service["spec"]["clusterIP"] == "None"
     assert service["metadata"]["name"] == JOB["spec"]["template"]["spec"]["subdomain"]
     port = service["spec"]["ports"][0]["port"]
-    assert launched(CONTAINERS["indexed-job"]).config.rdzv_endpoint.endswith(f":{port}")
+    assert parse(CONTAINERS["indexed-job"]).config.rdzv_endpoint.endswith(f":{port}")
 
 
 def test_the_separate_store_serves_the_job_and_its_service_selects_it() -> None:
@@ -232,15 +232,15 @@ def test_the_separate_store_serves_the_job_and_its_service_selects_it() -> None:
     (container,) = spec["template"]["spec"]["containers"]
     assert container["command"][0] == "elasticlib"
     chosen = _parser().parse_args(container["command"][1:])
-    assert chosen.job in {launched(one).config.run_id for one in CONTAINERS.values()}
+    assert chosen.job in {parse(one).config.run_id for one in CONTAINERS.values()}
     (port,) = service["spec"]["ports"]
     assert chosen.bind == ("0.0.0.0", port["port"])
     assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})
-    for word in (f"PET_RDZV_ENDPOINT={name}:{port['port']}", f"--rdzv-endpoint={name}:"):
-        assert word in TEXT
+    for text in (f"PET_RDZV_ENDPOINT={name}:{port['port']}", f"--rdzv-endpoint={name}:"):
+        assert text in TEXT
     for one in CONTAINERS.values():
         moved = (one.command[0], f"--rdzv-endpoint={name}:{port['port']}", *one.command[1:])
-        assert launched(attrs.evolve(one, command=moved)).config.endpoints == (
+        assert parse(attrs.evolve(one, command=moved)).config.endpoints == (
             f"{name}:{port['port']}",
         )
 
@@ -248,7 +248,7 @@ def test_the_separate_store_serves_the_job_and_its_service_selects_it() -> None:
 @pytest.mark.parametrize("name", CONTAINERS)
 def test_events_are_written_to_the_volume(name: str) -> None:
     container = CONTAINERS[name]
-    assert launched(container).settings["log_dir"] == f"{container.mount}/logs"
+    assert parse(container).settings["log_dir"] == f"{container.mount}/logs"
 
 
 def test_the_autoscaler_has_the_limits_of_the_job() -> None:
@@ -273,16 +273,16 @@ def test_the_trainer_needs_no_variables_except_those_of_the_node() -> None:
 
 
 def test_the_runai_command_has_only_documented_flags() -> None:
-    words = runai_words()
-    assert words[:4] == ["runai", "training", "pytorch", "submit"]
-    rest = iter(words[5 : words.index("--")])
-    for word in rest:
-        assert word in RUNAI_FLAGS | RUNAI_SWITCHES
-        if word in RUNAI_FLAGS:
+    arguments = runai_arguments()
+    assert arguments[:4] == ["runai", "training", "pytorch", "submit"]
+    rest = iter(arguments[5 : arguments.index("--")])
+    for text in rest:
+        assert text in RUNAI_FLAGS | RUNAI_SWITCHES
+        if text in RUNAI_FLAGS:
             assert not next(rest).startswith("-")
     least, most = (runai_job()["spec"]["elasticPolicy"][k] for k in ("minReplicas", "maxReplicas"))
     assert least <= runai_job()["spec"]["pytorchReplicaSpecs"]["Worker"]["replicas"] <= most
-    valid(runai_job())
+    validate(runai_job())
 
 
 def test_the_example_of_the_manifests_exists() -> None:
@@ -310,8 +310,8 @@ def test_the_page_lists_the_requirements_of_the_manifests() -> None:
         if "persistentVolumeClaim" in volume
     }
     assert claims == {"checkpoints"}
-    for word in ("1.31", "`successPolicy`", "`checkpoints`", "ReadWriteMany", "fsGroup"):
-        assert word in TEXT
+    for text in ("1.31", "`successPolicy`", "`checkpoints`", "ReadWriteMany", "fsGroup"):
+        assert text in TEXT
 
 
 def test_resize_commands_of_the_page_are_valid_for_the_manifests() -> None:
@@ -322,8 +322,8 @@ def test_resize_commands_of_the_page_are_valid_for_the_manifests() -> None:
     assert patch[2] == f"job/{JOB['metadata']['name']}"
     change = json.loads(patch[4].removeprefix("--patch="))["spec"]
     assert change["completions"] == change["parallelism"]
-    valid({**JOB, "spec": {**JOB["spec"], **change}})
-    # A Job's pods end in letters of their own, so that their labels alone name one.
+    validate({**JOB, "spec": {**JOB["spec"], **change}})
+    # The names of the pods of a Job end with random letters, so a label selects a pod.
     of_job, of_pytorch_job = deletes
     labels = dict(one.split("=") for one in of_job[3].removeprefix("--selector=").split(","))
     prefix = "batch.kubernetes.io/job-"
@@ -342,7 +342,7 @@ def test_commands_of_the_page_for_a_job_with_a_master_use_its_endpoint(
     environment = with_master(CONTAINERS["pytorchjob"], 1, 2).environment
     environment = {k: v for k, v in environment.items() if "RDZV" not in k} | {"PET_NNODES": "2"}
     static, elastic = (
-        parse_launch(expanded(line, environment).split()[1:], environment).config
+        parse_launch(expand(line, environment).split()[1:], environment).config
         for line in LINES
         if line.startswith("elasticrun")
     )

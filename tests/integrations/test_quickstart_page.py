@@ -1,4 +1,4 @@
-"""docs/quickstart.md: a checkout is installed, and a training continues after a worker is killed.
+"""The commands of docs/quickstart.md install a checkout and train through a killed worker.
 
 All commands of the page run in order, in the environment that they create. Only torch is not
 downloaded again.
@@ -44,7 +44,7 @@ class Terminal:
         programs = self.top / "venv" / "bin"
         self.environment["PATH"] = f"{programs}{os.pathsep}{os.environ['PATH']}"
 
-    def begin(self, lines: str) -> subprocess.Popen[str]:
+    def start(self, lines: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
             ["bash", "-e", "-c", lines],
             cwd=self.folder,
@@ -54,19 +54,19 @@ class Terminal:
             text=True,
         )
 
-    def types(self, lines: str, seconds: float = 300.0) -> str:
-        with self.begin(lines) as shell:
+    def run(self, lines: str, seconds: float = 300.0) -> str:
+        with self.start(lines) as shell:
             try:
-                said, _ = shell.communicate(timeout=seconds)
+                output, _ = shell.communicate(timeout=seconds)
             finally:
                 shell.kill()
-        assert shell.returncode == 0, said
-        return said
+        assert shell.returncode == 0, output
+        return output
 
 
 @pytest.fixture(scope="module")
 def terminal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
-    """After the page's section on installing, with this tree as the checkout."""
+    """Return a terminal after the installation, with this tree as the checkout."""
     top = tmp_path_factory.mktemp("reader")
     for name in ("tmp", "elasticlib"):
         (top / name).mkdir()
@@ -75,18 +75,18 @@ def terminal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
         copy(ROOT / name, top / "elasticlib" / name)
     terminal = Terminal(top)
     make, activate, install = INSTALL.strip().splitlines()
-    # The page's `python3`, which may be another than the one that has torch.
-    terminal.types(make.replace("python3", sys.executable, 1))
+    # The `python3` of the page may be another interpreter than that of the tests.
+    terminal.run(make.replace("python3", sys.executable, 1))
     (site,) = (top / "venv").glob("lib/python*/site-packages")
     (site / "torch_is_here.pth").write_text(sysconfig.get_path("purelib") + "\n")
     assert activate == ". venv/bin/activate"
-    terminal.types(f"{activate} && {install}", 200.0)
+    terminal.run(f"{activate} && {install}", 200.0)
     terminal.activate()
-    said = terminal.types(MAKE_FOLDER)
+    output = terminal.run(MAKE_FOLDER)
     terminal.folder = top / "first"
-    assert re.search(r"^elasticlib \d", said, re.MULTILINE)
+    assert re.search(r"^elasticlib \d", output, re.MULTILINE)
     yield terminal
-    # A user's records of runs stay, and so does a folder of torch's own.
+    # The records of runs and a directory of torch remain.
     stays = (f"elasticlib-runs-{os.getuid()}", "torchinductor_")
     left = [path.name for path in (top / "tmp").iterdir()]
     assert not [name for name in left if not name.startswith(stays)]
@@ -94,7 +94,7 @@ def terminal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
 
 def has(subcommand: str, terminal: Terminal) -> bool:
     """Return True if elasticlib has this subcommand."""
-    return subcommand in terminal.types("elasticlib --help")
+    return subcommand in terminal.run("elasticlib --help")
 
 
 def test_training_continues_after_a_killed_worker(terminal: Terminal) -> None:
@@ -102,29 +102,29 @@ def test_training_continues_after_a_killed_worker(terminal: Terminal) -> None:
     (folder / "train.py").write_text(SCRIPT)
     # A reader takes longer to type than a test.
     assert RUN.count(" 600") == 1
-    with terminal.begin(RUN.replace(" 600", " 80")) as job:
+    with terminal.start(RUN.replace(" 600", " 80")) as job:
         try:
             pid = folder / "rank1.pid"
             wait_until("rank 1 to train", lambda: pid.exists() and pid.read_text(), 120.0)
             first = pid.read_text()
             if has("status", terminal):
-                terminal.types(LOOK)
-            terminal.types(KILL)
+                terminal.run(LOOK)
+            terminal.run(KILL)
             wait_until("another rank 1 to train", lambda: pid.read_text() not in ("", first), 120.0)
-            said, _ = job.communicate(timeout=120)
+            output, _ = job.communicate(timeout=120)
         finally:
             job.terminate()
-    assert job.returncode == 0, said
-    # Both write to one terminal, where their words may come before either's end of a line.
-    assert len(re.findall(r"rank \d goes on after step 0(?!\d)", said)) == 2
-    later = set(re.findall(r"rank \d goes on after step ([1-9]\d*)", said))
-    assert len(later) == 1, said
-    assert "was killed by SIGKILL (not sent by this agent)" in said
-    assert said.count("ends after step 80") == 2
+    assert job.returncode == 0, output
+    # Both ranks write to one terminal, so their lines may be interleaved.
+    assert len(re.findall(r"rank \d goes on after step 0(?!\d)", output)) == 2
+    later = set(re.findall(r"rank \d goes on after step ([1-9]\d*)", output))
+    assert len(later) == 1, output
+    assert "was killed by SIGKILL (not sent by this agent)" in output
+    assert output.count("ends after step 80") == 2
     for line in AFTERWARDS.strip().splitlines():
         subcommand = line.split()[1]
         if has(subcommand, terminal):
-            shown = terminal.types(line)
+            shown = terminal.run(line)
             assert subcommand != "checkpoints" or re.search(
                 r"^80 .* complete$", shown, re.MULTILINE
             )
@@ -132,15 +132,15 @@ def test_training_continues_after_a_killed_worker(terminal: Terminal) -> None:
 
 def test_training_resumes_with_another_number_of_workers(terminal: Terminal) -> None:
     folder = terminal.folder
-    assert (folder / "checkpoints").exists(), "the test above comes first"
-    said = terminal.types(AGAIN.replace(" 700", " 90"))
-    assert "rank 0 goes on after step 80" in said
-    assert "rank 0 ends after step 90" in said
+    assert (folder / "checkpoints").exists(), "this test needs the state of the test above"
+    output = terminal.run(AGAIN.replace(" 700", " 90"))
+    assert "rank 0 goes on after step 80" in output
+    assert "rank 0 ends after step 90" in output
 
 
 def test_launch_from_python_returns_the_values_in_the_guide(terminal: Terminal) -> None:
     (code,) = (code for language, code in read_page("guide/launch.md")[1] if language == "python")
     (terminal.folder / "sums.py").write_text(code)
-    said = re.search(r"^ +print\(.*\) +# (.*)$", code, re.MULTILINE)
-    assert said
-    assert terminal.types("python sums.py 2> sums.err") == f"{said[1]}\n"
+    output = re.search(r"^ +print\(.*\) +# (.*)$", code, re.MULTILINE)
+    assert output
+    assert terminal.run("python sums.py 2> sums.err") == f"{output[1]}\n"

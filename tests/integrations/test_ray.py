@@ -32,10 +32,10 @@ DRIVER = str(Path(__file__).with_name("ray_driver.py"))
 MARK = "ELASTICLIB_TEST_RAY"
 SMALL = {"object_store_memory": 78 * 1024 * 1024}
 # By default, Ray notices a lost node after about 15 s.
-QUICK = {
+SHORT_TIMEOUTS = {
     "health_check_initial_delay_ms": 500,
     "health_check_period_ms": 300,
-    # Who is killed refuses the connection at once, and a machine with much to do is slow to answer.
+    # A killed process refuses connections at once, so the timeouts are for a busy machine only.
     "health_check_timeout_ms": 10_000,
     "health_check_failure_threshold": 5,
     # By default, actors have a niceness of 15, and hardly run while other tests do.
@@ -43,17 +43,17 @@ QUICK = {
 }
 
 
-class Rays:
+class RayCluster:
     """A Ray cluster: a head without CPUs for agents, and nodes that are added and killed."""
 
     def __init__(self, folder: str) -> None:
         self.mark = uuid.uuid4().hex
-        # Ray notes its newest cluster in a folder that it makes for clusters of the usual one only.
+        # Ray records its newest cluster in this directory, and creates only the default one.
         os.environ.update({MARK: self.mark, "RAY_TMPDIR": folder})
         own = f"{folder}/ray"
         os.mkdir(own)
         head = {"num_cpus": 0, "include_dashboard": False, "temp_dir": own, **SMALL}
-        self._cluster = Cluster(True, head_node_args={**head, "_system_config": QUICK})
+        self._cluster = Cluster(True, head_node_args={**head, "_system_config": SHORT_TIMEOUTS})
         self.address = self._cluster.address
         self.nodes: list[Any] = []
 
@@ -61,7 +61,7 @@ class Rays:
         self.nodes.append(self._cluster.add_node(**{"num_cpus": 1, **resources}, **SMALL))
         return self.nodes[-1]
 
-    def have(self, count: int) -> None:
+    def resize(self, count: int) -> None:
         """Add or kill nodes with one CPU until there are `count`."""
         while len(self.nodes) < count:
             self.add()
@@ -78,100 +78,102 @@ class Rays:
 
     def node_of(self, pid: int) -> Any:
         raylet = self.raylet_of(pid)
-        (found,) = (
+        (command_lines,) = (
             node
             for node in self.nodes
             if raylet in [process.process.pid for process in node.all_processes["raylet"]]
         )
-        return found
+        return command_lines
 
     def processes(self) -> dict[int, str]:
         """Return the command line of every process of the cluster, by pid."""
-        found = {}
+        command_lines = {}
         for pid in filter(is_alive, find_processes(MARK, self.mark)):
             with contextlib.suppress(OSError):
                 line = Path(f"/proc/{pid}/cmdline").read_bytes()
-                found[pid] = line.replace(b"\0", b" ").decode(errors="replace")
-        return found
+                command_lines[pid] = line.replace(b"\0", b" ").decode(errors="replace")
+        return command_lines
 
-    def ours(self) -> dict[int, str]:
+    def job_processes(self) -> dict[int, str]:
         """Return the processes of jobs: agents, their supervisors and workers."""
         rays = ("/ray/", "ray::")
         return {
             pid: line
             for pid, line in self.processes().items()
-            if not any(word in line for word in rays) or "ray::NodeAgent" in line
+            if not any(text in line for text in rays) or "ray::NodeAgent" in line
         }
 
-    def clear(self) -> None:
+    def wait_for_exit(self) -> None:
         """Wait until no agent or worker is left."""
         try:
-            wait_until("the job's processes to be gone", lambda: not self.ours(), 60.0)
+            wait_until("the exit of all processes of jobs", lambda: not self.job_processes(), 60.0)
         except AssertionError as error:
-            raise AssertionError(f"{error}: {self.ours()}") from None
+            raise AssertionError(f"{error}: {self.job_processes()}") from None
 
     def close(self) -> None:
         self._cluster.shutdown()
         del os.environ[MARK], os.environ["RAY_TMPDIR"]
-        wait_until("the cluster to be gone", lambda: not self.processes(), 60.0)
+        wait_until("the exit of the cluster", lambda: not self.processes(), 60.0)
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Rays]:
-    # Short, as the paths of its sockets begin with it.
+def cluster() -> Iterator[RayCluster]:
+    # The path is short, because the paths of sockets in it have a length limit.
     with tempfile.TemporaryDirectory(prefix="ray") as folder:
-        rays = Rays(folder)
+        rays = RayCluster(folder)
         yield rays
         rays.close()
 
 
 @pytest.fixture
-def rays(cluster: Rays) -> Iterator[Rays]:
-    """The cluster. After the test, no process of it is left."""
+def rays(cluster: RayCluster) -> Iterator[RayCluster]:
+    """Return the cluster. No process of a job may be left after the test."""
     yield cluster
-    cluster.clear()
+    cluster.wait_for_exit()
 
 
-def drive(job: Job, rays: Rays, mode: str, *args: str) -> Node:
+def start_driver(job: Job, rays: RayCluster, mode: str, *args: str) -> Node:
     """Start a process that runs a function, or the fault worker for the mode `work`."""
     command = (sys.executable, DRIVER, rays.address, mode, str(job.folder), *args)
     return job.start("driver", *command, RAY_ADDRESS=rays.address)
 
 
-def said(driver: Node) -> Any:
+def read_result(driver: Node) -> Any:
     """Return the JSON value that the driver printed at the end."""
     assert driver.exit_code() == 0, driver.text
     return json.loads(driver.text.strip().splitlines()[-1])
 
 
-def memory_of(reports: list[dict[str, Any]]) -> list[Path]:
+def find_memory_dirs(reports: list[dict[str, Any]]) -> list[Path]:
     """Return the directories in shared memory of the agents of these workers."""
     return [Path(read_environment(p["pid"])["ELASTICLIB_SNAPSHOTS"]).parent for p in reports]
 
 
-def gone(folders: list[Path]) -> None:
-    wait_until("what is in memory to be cleared", lambda: not any(f.exists() for f in folders))
+def wait_until_removed(folders: list[Path]) -> None:
+    wait_until(
+        "the removal of the snapshots in memory", lambda: not any(f.exists() for f in folders)
+    )
 
 
-def test_a_function_trains_on_two_nodes_and_returns_all_values(job: Job, rays: Rays) -> None:
-    rays.have(2)
-    driver = drive(job, rays, "train")
-    values = said(driver)
+def test_a_function_trains_on_two_nodes_and_returns_all_values(job: Job, rays: RayCluster) -> None:
+    rays.resize(2)
+    driver = start_driver(job, rays, "train")
+    values = read_result(driver)
     assert [value["total"] for value in values.values()] == [3.0, 3.0]
     assert list(values) == ["0", "1"]
     for value in values.values():
         assert value["argv"][1:] == [rays.address, "train", str(job.folder)]
         assert value["folder"] == os.getcwd()
         assert (value["threads"], value["imported"]) == ("1", False)
-    # Ray shows at the driver what the workers print.
+    # Ray forwards the output of the workers to the driver.
     assert re.search(r"NodeAgent pid=\d+.*trained on rank 0", driver.text)
 
 
-def test_workers_see_the_gpus_that_ray_gave_to_their_agent(job: Job, rays: Rays) -> None:
-    rays.have(2)
+def test_workers_see_the_gpus_that_ray_gave_to_their_agent(job: Job, rays: RayCluster) -> None:
+    rays.resize(2)
     node = rays.add(num_cpus=2, num_gpus=3)
     try:
-        values = said(drive(job, rays, "gpus", "1:1"))
+        values = read_result(start_driver(job, rays, "gpus", "1:1"))
     finally:
         rays.kill(node)
     given = {value["devices"] for value in values.values()}
@@ -181,42 +183,42 @@ def test_workers_see_the_gpus_that_ray_gave_to_their_agent(job: Job, rays: Rays)
     assert len(given.pop().split(",")) == 2
 
 
-def test_a_job_continues_without_a_lost_node_and_uses_a_new_one(job: Job, rays: Rays) -> None:
-    rays.have(2)
-    driver = drive(job, rays, "work", "1:2")
+def test_a_job_continues_without_a_lost_node_and_uses_a_new_one(job: Job, rays: RayCluster) -> None:
+    rays.resize(2)
+    driver = start_driver(job, rays, "work", "1:2")
     two = job.wait_for_world(2)
     check_consistent_world(two)
-    memory = memory_of(two)
+    memory = find_memory_dirs(two)
     rays.kill(rays.node_of(two[1]["pid"]))
     one = job.wait_for_world(1, generation_of(two))
-    wait_until("the lost node's worker to be gone", lambda: not is_alive(two[1]["pid"]))
+    wait_until("the exit of the worker of the lost node", lambda: not is_alive(two[1]["pid"]))
     rays.add()
     again = job.wait_for_world(2, generation_of(one))
     check_consistent_world(again)
     assert {report["TORCHELASTIC_RESTART_COUNT"] for report in again} == {"0"}
-    memory += memory_of(again)
+    memory += find_memory_dirs(again)
     job.finish()
     assert driver.exit_code() == 0, driver.text
-    gone(memory)
+    wait_until_removed(memory)
 
 
-def test_workers_are_restarted_and_agents_replaced(job: Job, rays: Rays) -> None:
-    rays.have(2)
-    driver = drive(job, rays, "work")
+def test_workers_are_restarted_and_agents_replaced(job: Job, rays: RayCluster) -> None:
+    rays.resize(2)
+    driver = start_driver(job, rays, "work")
     first = job.wait_for_world(2)
     os.kill(first[0]["pid"], signal.SIGKILL)
     second = job.wait_for_world(2, generation_of(first))
     assert {report["TORCHELASTIC_RESTART_COUNT"] for report in second} == {"1"}
-    memory = memory_of(second)
+    memory = find_memory_dirs(second)
     os.kill(agent_of(second[0]["pid"]), signal.SIGKILL)
     third = job.wait_for_world(2, generation_of(second))
-    memory += memory_of(third)
+    memory += find_memory_dirs(third)
     # Replacing a lost agent uses no restart.
     assert {report["TORCHELASTIC_RESTART_COUNT"] for report in third} == {"1"}
     assert not any(is_alive(report["pid"]) for report in second)
     job.finish()
     assert driver.exit_code() == 0, driver.text
-    gone(memory)
+    wait_until_removed(memory)
 
 
 def agent_of(worker: int) -> int:
@@ -232,9 +234,9 @@ def parent_of(pid: int) -> int:
     return int(stat.rpartition(")")[2].split()[1])
 
 
-def test_a_failure_is_raised_at_the_driver_with_its_cause(job: Job, rays: Rays) -> None:
-    rays.have(2)
-    outcome = said(drive(job, rays, "fail"))
+def test_a_failure_is_raised_at_the_driver_with_its_cause(job: Job, rays: RayCluster) -> None:
+    rays.resize(2)
+    outcome = read_result(start_driver(job, rays, "fail"))
     assert outcome["state"] == "failed"
     assert outcome["cause"]["rank"] == 1
     assert outcome["cause"]["message"] == "ValueError: the loss is not a number"
@@ -243,39 +245,41 @@ def test_a_failure_is_raised_at_the_driver_with_its_cause(job: Job, rays: Rays) 
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_no_process_is_left_without_the_driver(job: Job, rays: Rays, number: int) -> None:
-    rays.have(2)
-    driver = drive(job, rays, "work")
+def test_no_process_is_left_without_the_driver(job: Job, rays: RayCluster, number: int) -> None:
+    rays.resize(2)
+    driver = start_driver(job, rays, "work")
     reports = job.wait_for_world(2)
-    memory = memory_of(reports)
+    memory = find_memory_dirs(reports)
     driver.signal(number)
     if number == signal.SIGINT:
-        assert said(driver)["state"] == "stopped"
+        assert read_result(driver)["state"] == "stopped"
     else:
         assert driver.exit_code() == -number, driver.text
-    rays.clear()
-    gone(memory)
+    rays.wait_for_exit()
+    wait_until_removed(memory)
 
 
-def test_a_drain_of_the_driver_lets_all_workers_save_at_one_step(job: Job, rays: Rays) -> None:
-    rays.have(2)
-    driver = drive(job, rays, "save")
+def test_a_drain_of_the_driver_lets_all_workers_save_at_one_step(
+    job: Job, rays: RayCluster
+) -> None:
+    rays.resize(2)
+    driver = start_driver(job, rays, "save")
     job.wait_for_world(2)
     driver.signal(signal.SIGUSR2)
-    assert said(driver)["state"] == "drained"
+    assert read_result(driver)["state"] == "drained"
     assert sorted(path.name for path in job.folder.glob("saved.*")) == ["saved.0", "saved.1"], (
         driver.text
     )
 
 
-def test_a_job_without_enough_resources_fails_with_the_reason(job: Job, rays: Rays) -> None:
-    rays.have(1)
-    outcome = said(drive(job, rays, "starve", "2:2"))
+def test_a_job_without_enough_resources_fails_with_the_reason(job: Job, rays: RayCluster) -> None:
+    rays.resize(1)
+    outcome = read_result(start_driver(job, rays, "starve", "2:2"))
     assert outcome["state"] == "failed"
-    assert re.search(r"\(2 to 2 required\)|join_timeout", outcome["says"])
+    assert re.search(r"\(2 to 2 required\)|join_timeout", outcome["message"])
 
 
-def test_the_program_of_the_page_runs(job: Job, rays: Rays) -> None:
+def test_the_program_of_the_page_runs(job: Job, rays: RayCluster) -> None:
     text, blocks = read_page("ray.md")
     [program] = [code for language, code in blocks if language == "python"]
     train = str(job.folder / "train.py")

@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import histories
 import pytest
-from chromium import Browser, browsing
+from chromium import Browser, start_browser
 
 from elasticlib.observe.history import History
 from elasticlib.observe.report import Report
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="it needs Debian's chro
 
 RUNS = ("uneventful", "waiting", "eventful", "vast")
 PHONE, DESK = 360, 1280
-# A4 without the margins that the style sheet asks for, at 96 pixels an inch.
+# A4 at 96 pixels per inch, without the margins of the style sheet.
 PAPER = (int(186 / 25.4 * 96), int(269 / 25.4 * 96))
 PIXEL = 1.0
 SMALLEST = 11.0
@@ -88,7 +88,7 @@ CUT = f"""[...document.querySelectorAll({WHOLE!r})].map(part => [
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     assert CHROMIUM is not None
-    with browsing(CHROMIUM, tmp_path_factory.mktemp("browser")) as found:
+    with start_browser(CHROMIUM, tmp_path_factory.mktemp("browser")) as found:
         yield found
 
 
@@ -126,7 +126,7 @@ def contrast(text: dict[str, Any], page: str) -> float:
 
 
 def overlapping(texts: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Pairs of words that cover each other; a line's box is higher than its letters."""
+    """Return pairs of texts that overlap. The box of a line is higher than its letters."""
     found = []
     ordered = sorted(texts, key=lambda text: text["box"][1])
     for at, one in enumerate(ordered):
@@ -198,14 +198,14 @@ def test_a_report_of_500_nodes_and_200_generations_stays_small(
     assert pages["vast"].stat().st_size < 2_000_000
     browser.open(pages["vast"], DESK)
     assert browser.value("document.querySelectorAll('*').length") < 8000
-    said = browser.value("document.body.innerText")
-    assert "490 nodes not shown here" in said
-    assert "The 16 longest are shown; the other 184 took" in said
-    assert "500 nodes; the 40 most eventful are listed" in said
+    page_text = browser.value("document.body.innerText")
+    assert "490 nodes not shown here" in page_text
+    assert "The 16 longest are shown; the other 184 took" in page_text
+    assert "500 nodes; the 40 most eventful are listed" in page_text
 
 
 def test_text_from_workers_is_not_executed(browser: Browser, tmp_path: Path) -> None:
-    """Text that would be a script, a link, an end of an element or a direction is only text."""
+    """A report escapes text with scripts, links, closing tags and text directions."""
     evil = "</title></style><img src=x onerror='window.done=1'><script>window.done=1</script>\u202e"
     history = histories.eventful()
     marks = tuple(attrs.evolve(mark, text=evil) for mark in history.timeline)
@@ -213,14 +213,14 @@ def test_text_from_workers_is_not_executed(browser: Browser, tmp_path: Path) -> 
         attrs.evolve(node, host=evil, log_dir=evil, settings={evil: evil}, versions={evil: evil})
         for node in history.nodes
     )
-    made = tuple(attrs.evolve(one, reason=evil) for one in history.generations)
+    generations = tuple(attrs.evolve(one, reason=evil) for one in history.generations)
     history = attrs.evolve(
         history,
         run=evil,
         reason=evil,
         timeline=marks,
         nodes=nodes,
-        generations=made,
+        generations=generations,
         root_cause={"x": evil},
     )
     browser.open(Report(history).save(tmp_path / "evil.html"), PHONE)
@@ -234,7 +234,7 @@ def test_text_from_workers_is_not_executed(browser: Browser, tmp_path: Path) -> 
 
 
 def test_two_reports_in_one_page_do_not_affect_the_page(browser: Browser, tmp_path: Path) -> None:
-    # A notebook also has styles for all of its tables.
+    # A notebook has a style for all of its tables.
     around = """<!DOCTYPE html><meta name=viewport content='width=device-width'>
         <style>td, th { text-align: right } .cell table { font-size: 30px; margin-left: auto }
         .cell tbody tr:nth-child(odd) { background: rgb(9, 9, 9) }</style>

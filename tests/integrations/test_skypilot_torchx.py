@@ -32,7 +32,7 @@ def test_a_skypilot_task_trains_on_both_nodes(
 ) -> None:
     job = cluster.job
     put_script(job.folder)
-    # Nodes begin where the test is.
+    # The nodes start in the directory of the test.
     monkeypatch.chdir(job.folder)
     task = yaml.safe_load(TASKS[name])
     hosts = cluster.add_hosts(task["num_nodes"])
@@ -52,7 +52,7 @@ def test_a_skypilot_task_trains_on_both_nodes(
     assert [report["node"] for report in reports] == ["h1", "h1", "h2", "h2"]
     if name == "elastic.yaml":
         assert {report["id"] for report in reports} == {shared["SKYPILOT_TASK_ID"]}
-        # What a drained node ends with.
+        # A drained node exits with this code.
         assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [75]
     job.finish()
     for node in job.nodes:
@@ -71,7 +71,7 @@ def test_torchx_starts_elasticrun_with_its_command_line_for_torchrun(
     (tmp_path / "elastic.py").write_text(component)
     (command,) = (code for language, code in BLOCKS if language == "sh")
     environment = {"PATH": VENV, "PYTHONPATH": WITHOUT_TORCH, "HOME": str(tmp_path)}
-    # Port 29500 of a network that is the test's own.
+    # Port 29500 is free in the network namespace of the test.
     network = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
     node = job.start("torchx", *network, "bash", "-ec", command, **environment)
     reports = job.wait_for_world(4)
@@ -81,7 +81,7 @@ def test_torchx_starts_elasticrun_with_its_command_line_for_torchrun(
     assert re.fullmatch(r"train-\w+", app)
     job.finish()
     assert node.exit_code() == 0, node.text
-    told = subprocess.run(
+    output = subprocess.run(
         ["torchx", "run", "--dryrun", *command.split()[2:]],
         env={**os.environ, **environment},
         capture_output=True,
@@ -89,6 +89,6 @@ def test_torchx_starts_elasticrun_with_its_command_line_for_torchrun(
         timeout=60,
         check=True,
     ).stdout
-    # As dist.ddp has it, but for one word and what we have added.
-    assert "elasticrun --max-restarts 3 --rdzv_backend c10d" in told
-    assert "--tee 3 --role ''" in told
+    # The arguments are those of dist.ddp, except for the program and the flags of elasticlib.
+    assert "elasticrun --max-restarts 3 --rdzv_backend c10d" in output
+    assert "--tee 3 --role ''" in output

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 from jobs import PROGRAMS, WITHOUT_TORCH, Job, check_consistent_world, generation_of
 from pages import read_page
-from slurm_cluster import GPUS, Slurm, needs_slurm, slurm, whole_slurm
+from slurm_cluster import GPUS, Slurm, module_slurm, needs_slurm, slurm
 
 from elasticlib.launch.schedulers import expand_nodelist
 from elasticlib.testing.waiting import wait_until
 
-__all__ = ["slurm", "whole_slurm"]
+__all__ = ["module_slurm", "slurm"]
 pytestmark = pytest.mark.timeout(240)
 
 SCRIPTS = {
@@ -29,19 +29,18 @@ SCRIPTS = {
     if language == "bash"
 }
 MINUTE = timedelta(minutes=1)
-REAL = "shell"
-"""The one that trains with torch."""
+REAL = "shell"  # the script that trains with torch
 DRAINED = "drain"
 
 
 class Batch:
-    """A batch script that was submitted, the training that it starts, and what became of it."""
+    """A submitted batch script, and the training that it starts."""
 
     def __init__(self, slurm: Slurm, folder: Path, text: str, flags: Sequence[str]) -> None:
         self._slurm = slurm
         self.folder = folder
         self.reports = Job(folder)
-        # Its processes are Slurm's, which has a temporary folder for them.
+        # Slurm has its own temporary directory for its processes.
         self.reports.shortcut.unlink()
         for name in ("slurm_worker", "slurm_training", "fault_worker"):
             shutil.copy(PROGRAMS / f"{name}.py", folder)
@@ -54,39 +53,39 @@ class Batch:
         self.id = slurm.submit(folder / "batch.sh", *flags, **paths)
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         return "".join(path.read_text() for path in self.folder.glob("*.out"))
 
     def wait_for_world(self, world: int, after: int = 0) -> list[dict[str, Any]]:
         try:
             return self.reports.wait_for_world(world, after)
         except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.said}") from None
+            raise AssertionError(f"{error}\n{self.output}") from None
 
     def ends(self, reason: str, folder: str = ".") -> list[tuple[int, int]]:
         """Return the ranks that stopped for this reason, with their last steps."""
-        found = (self.folder / folder).glob(f"end.*.*.{reason}")
-        return sorted((int(p.name.split(".")[1]), int(p.name.split(".")[2])) for p in found)
+        paths = (self.folder / folder).glob(f"end.*.*.{reason}")
+        return sorted((int(p.name.split(".")[1]), int(p.name.split(".")[2])) for p in paths)
 
     def finish(self, state: str = "COMPLETED") -> None:
         self.reports.finish()
         self.wait_for_state(state)
 
     def wait_for_state(self, state: str) -> None:
-        self._slurm.wait_for_state(self.id, state, details=lambda: self.said)
+        self._slurm.wait_for_state(self.id, state, details=lambda: self.output)
 
-    def check_drained_and_goes_on(self) -> None:
+    def assert_resumes_after_drain(self) -> None:
         """Check that all ranks saved at one step, and that the requeued job continues there."""
         wait_until("the job to be requeued", lambda: self._slurm.field(self.id, "Restarts") == "1")
         ends = self.ends(DRAINED)
         (step,) = {step for _, step in ends}
-        assert [rank for rank, _ in ends] == [0, 1], self.said
+        assert [rank for rank, _ in ends] == [0, 1], self.output
         self.wait_for_state("PENDING")
         for path in self.folder.glob("report.*.json"):
             path.unlink()
         self.wake(self.id)
         reports = self.wait_for_world(2)
-        # A new start: its generations count from 1, and its budget is whole.
+        # The requeued job is a new launch, whose generations start at 1.
         assert generation_of(reports) == 1
         assert sorted(p.name for p in self.folder.glob(f"start.*.{step}")) == [
             f"start.{rank}.{step}" for rank in range(2)
@@ -95,18 +94,18 @@ class Batch:
         assert self._slurm.field(self.id, "Restarts") == "1"
 
     def wake(self, job: str) -> None:
-        """Slurm lets a requeued job wait for two minutes from its end, which it sees late.
+        """Let a requeued job start in three seconds. Slurm delays it for two minutes.
 
-        Not at all would be too short: whoever starts in the second in which the job was ended has
-        "credentials revoked".
+        A job that starts in the same second in which it was stopped fails with "credentials
+        revoked".
         """
 
         def runs() -> bool:
-            told = self._slurm.field(job, "StartTime")
-            # Whoever asks again and again is put off again and again.
-            if self._slurm.field(job, "JobState") == "PENDING" and is_far(told):
+            start_time = self._slurm.field(job, "StartTime")
+            # Each update postpones the start, so there is only one.
+            if self._slurm.field(job, "JobState") == "PENDING" and is_far(start_time):
                 update = ("scontrol", "update", f"JobId={job}", "StartTime=now+3")
-                self._slurm.tell(*update, check=False)
+                self._slurm.run_command(*update, check=False)
             return self._slurm.field(job, "JobState") == "RUNNING"
 
         wait_until("the job to run again", runs)
@@ -129,7 +128,7 @@ def hosts_of(reports: list[dict[str, Any]]) -> list[str]:
     return [report["node"] for report in reports]
 
 
-def test_a_script_for_torchrun_needs_one_word_changed(submit: Any) -> None:
+def test_a_script_for_torchrun_needs_only_another_launcher(submit: Any) -> None:
     batch = submit("torchrun")
     reports = batch.wait_for_world(4)
     check_consistent_world(reports)
@@ -141,10 +140,10 @@ def test_endpoint_and_number_of_workers_are_read_from_slurm(submit: Any) -> None
     batch = submit("elastic")
     reports = batch.wait_for_world(2 * GPUS)
     check_consistent_world(reports)
-    # In Slurm's order.
+    # The order of the nodes is that of Slurm.
     assert hosts_of(reports) == ["n1"] * GPUS + ["n2"] * GPUS
     assert {report["id"] for report in reports} == {f"{batch.id}.0"}
-    # Slurm sends its signals to every process of a step, the workers among them.
+    # Slurm sends its signals to every process of a step, including the workers.
     assert all(report["ignores_sigusr1"] for report in reports)
     batch.finish()
     assert len(batch.ends("finished")) == 2 * GPUS
@@ -160,7 +159,7 @@ def test_static_rendezvous_uses_the_ranks_of_slurm(submit: Any) -> None:
 
 @pytest.mark.parametrize(
     "signalled",
-    # Slurm's own signal takes a minute, and is Slurm's own affair; the page's script asks for it.
+    # Slurm would send the signal of the script after a minute, so the test sends it.
     ["by scancel", pytest.param("before its time is over", marks=pytest.mark.release)],
 )
 def test_signalled_job_saves_at_one_step_and_is_requeued_by_its_batch_script(
@@ -170,35 +169,37 @@ def test_signalled_job_saves_at_one_step_and_is_requeued_by_its_batch_script(
     if signalled == "by scancel":
         batch = submit("requeue")
         batch.wait_for_world(2)
-        slurm.tell("scancel", "--signal=USR1", batch.id)
+        slurm.run_command("scancel", "--signal=USR1", batch.id)
     else:
-        # Slurm looks every half minute, and may send the signal up to a minute early.
+        # Slurm polls every 30 s, and may send the signal up to 60 s early.
         batch = submit("requeue", "--time=00:02:00", "--signal=USR1@60")
         batch.wait_for_world(2)
         wait_until("Slurm's signal", lambda: batch.ends(DRAINED), 150.0)
-    batch.check_drained_and_goes_on()
+    batch.assert_resumes_after_drain()
     assert slurm.field(batch.id, "ExitCode") == "0:0"
 
 
 def test_a_signal_to_the_batch_shell_is_forwarded(submit: Any, slurm: Slurm) -> None:
     batch = submit("shell")
     batch.wait_for_world(2)
-    slurm.tell("scancel", "--signal=USR1", "--batch", batch.id)
-    batch.check_drained_and_goes_on()
+    slurm.run_command("scancel", "--signal=USR1", "--batch", batch.id)
+    batch.assert_resumes_after_drain()
 
 
 def test_each_task_of_an_array_is_requeued_by_itself(submit: Any, slurm: Slurm) -> None:
     batch = submit("array")
     tasks = [f"{batch.id}_{index}" for index in range(2)]
     folders = [batch.folder / f"task.{index}" for index in range(2)]
-    wait_until("both to train", lambda: all(list(f.glob("report.*.json")) for f in folders))
-    slurm.tell("scancel", "--signal=USR1", tasks[1])
-    wait_until("it to be requeued", lambda: slurm.field(tasks[1], "Restarts") == "1")
+    wait_until(
+        "the reports of both jobs", lambda: all(list(f.glob("report.*.json")) for f in folders)
+    )
+    slurm.run_command("scancel", "--signal=USR1", tasks[1])
+    wait_until("the requeued job", lambda: slurm.field(tasks[1], "Restarts") == "1")
     slurm.wait_for_state(tasks[1], "PENDING")
     assert slurm.field(tasks[0], "JobState") == "RUNNING"
     ((_, step),) = batch.ends(DRAINED, "task.1")
     batch.wake(tasks[1])
-    wait_until("it to go on", (folders[1] / f"start.0.{step}").exists)
+    wait_until("the resumed training", (folders[1] / f"start.0.{step}").exists)
     for task, folder in zip(tasks, folders, strict=True):
         (folder / "finish").touch()
         slurm.wait_for_state(task, "COMPLETED")
@@ -208,10 +209,10 @@ def test_each_task_of_an_array_is_requeued_by_itself(submit: Any, slurm: Slurm) 
 def test_a_cancelled_job_is_not_requeued(submit: Any, slurm: Slurm) -> None:
     batch = submit("requeue")
     batch.wait_for_world(2)
-    slurm.tell("scancel", batch.id)
-    slurm.idle()
+    slurm.run_command("scancel", batch.id)
+    slurm.wait_until_idle()
     # Slurm would requeue a job that is being cancelled, but SIGTERM ends the batch script first.
-    assert "DRAINED: received SIGTERM" in batch.said
+    assert "DRAINED: received SIGTERM" in batch.output
     assert (slurm.field(batch.id, "JobState"), slurm.field(batch.id, "Restarts")) == (
         "CANCELLED",
         "0",
@@ -221,11 +222,11 @@ def test_a_cancelled_job_is_not_requeued(submit: Any, slurm: Slurm) -> None:
 def test_exit_code_stays_if_slurm_refuses_to_requeue(submit: Any, slurm: Slurm) -> None:
     batch = submit("requeue", "--no-requeue")
     batch.wait_for_world(2)
-    slurm.tell("scancel", "--signal=USR1", batch.id)
+    slurm.run_command("scancel", "--signal=USR1", batch.id)
     batch.wait_for_state("FAILED")
     assert slurm.field(batch.id, "ExitCode") == "75:0"
     assert len(batch.ends(DRAINED)) == 2
-    assert f"disabled for job {batch.id}" in batch.said
+    assert f"disabled for job {batch.id}" in batch.output
 
 
 def test_job_continues_without_a_drained_node(submit: Any, slurm: Slurm) -> None:
@@ -236,7 +237,7 @@ def test_job_continues_without_a_drained_node(submit: Any, slurm: Slurm) -> None
     os.kill(reports[1]["agent"], signal.SIGUSR1)
     (left,) = batch.wait_for_world(1, after=generation_of(reports))
     assert left["node"] == "n1"
-    # srun's exit code is the highest of its tasks, so Slurm has the job as failed.
+    # The exit code of srun is the highest of its tasks, so Slurm reports the job as failed.
     batch.finish("FAILED")
     assert slurm.field(batch.id, "ExitCode") == "75:0"
     assert slurm.field(batch.id, "Restarts") == "0"
@@ -250,13 +251,14 @@ def test_job_continues_without_a_node_that_has_died(submit: Any, slurm: Slurm) -
         (left,) = batch.wait_for_world(1, after=generation_of(reports))
         assert left["node"] == "n1"
         wait_until(
-            "Slurm to know", lambda: "down" in slurm.tell("sinfo", "-h", "-n", "n2", "-o", "%T")
+            "Slurm to know",
+            lambda: "down" in slurm.run_command("sinfo", "-h", "-n", "n2", "-o", "%T"),
         )
         assert slurm.field(batch.id, "JobState") == "RUNNING"
-        # It has gone on from what was trained, uncharged.
+        # The job has resumed from its last step, and used no restart.
         assert left["TORCHELASTIC_RESTART_COUNT"] == "0"
         batch.reports.finish()
-        wait_until("it to end", lambda: batch.ends("finished"))
+        wait_until("the end of the job", lambda: batch.ends("finished"))
     finally:
         slurm.repair("n2")
 
@@ -280,10 +282,10 @@ LISTS = [
 @needs_slurm
 @pytest.mark.parametrize("text", LISTS)
 def test_a_list_of_nodes_is_expanded_as_scontrol_does(text: str, tmp_path: Path) -> None:
-    # It reads its configuration, and asks nobody.
+    # The command reads the configuration file only.
     configuration = tmp_path / "slurm.conf"
     configuration.write_text("ClusterName=c\nSlurmctldHost=h\nAuthType=auth/none\n")
-    done = subprocess.run(
+    process = subprocess.run(
         ["scontrol", "show", "hostnames", text],
         env={**os.environ, "SLURM_CONF": str(configuration)},
         capture_output=True,
@@ -291,4 +293,4 @@ def test_a_list_of_nodes_is_expanded_as_scontrol_does(text: str, tmp_path: Path)
         timeout=30,
         check=True,
     )
-    assert expand_nodelist(text) == done.stdout.split()
+    assert expand_nodelist(text) == process.stdout.split()

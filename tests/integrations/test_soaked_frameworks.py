@@ -42,24 +42,24 @@ def test_a_campaign_of_seven_faults_loses_no_sample(
 ) -> None:
     file = tmp_path / "campaign.jsonl"
     file.write_text(write(Campaign(0, {}, (5, 8), FAULTS)))
-    done = soak(tmp_path / "out", "--campaign", str(file))
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "out" / "soak.json").read_text())
-    assert (found["faults"], found["ineffective_attempts"], found["violations"]) == (7, 0, [])
-    assert found["restarts"] == 4
-    assert {kind: times["count"] for kind, times in found["by_kind"].items()} == {
+    process = soak(tmp_path / "out", "--campaign", str(file))
+    assert process.returncode == 0, process.stdout + process.stderr
+    report = json.loads((tmp_path / "out" / "soak.json").read_text())
+    assert (report["faults"], report["ineffective_attempts"], report["violations"]) == (7, 0, [])
+    assert report["restarts"] == 4
+    assert {kind: times["count"] for kind, times in report["by_kind"].items()} == {
         fault.kind: 1 for fault in FAULTS
     }
     lines = (tmp_path / "out" / "faults.jsonl").read_text().splitlines()
-    played = {one["kind"]: one for one in map(json.loads, lines)}
-    assert "was killed by SIGKILL" in played["kill"]["description"]
-    assert played["slow"]["recovery"]["total"] > 0.5
+    executed = {one["kind"]: one for one in map(json.loads, lines)}
+    assert "was killed by SIGKILL" in executed["kill"]["description"]
+    assert executed["slow"]["recovery"]["total"] > 0.5
     assert "| SIGKILL of a worker | 1 |" in (tmp_path / "out" / "soak.md").read_text()
 
 
 def test_an_invalid_campaign_is_rejected_before_the_job_starts(tmp_path: Path) -> None:
     file = tmp_path / "campaign.jsonl"
     file.write_text("{}\n")
-    done = soak(tmp_path / "out", "--campaign", str(file))
-    assert done.returncode == 2
-    assert "line 1 must be the header" in done.stderr
+    process = soak(tmp_path / "out", "--campaign", str(file))
+    assert process.returncode == 2
+    assert "line 1 must be the header" in process.stderr

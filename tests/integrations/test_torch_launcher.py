@@ -11,16 +11,18 @@ from pathlib import Path
 import pytest
 from pages import read_page
 
-_, [(_, OURS), (_, IMPORTS), *_] = read_page("migrate_from_torch_elastic.md")
-IMPORT = "from elasticlib import ChildFailedError, LaunchConfig, elastic_launch, record\n"
+_, [(_, PROGRAM), (_, TORCH_IMPORTS), *_] = read_page("migrate_from_torch_elastic.md")
+ELASTICLIB_IMPORT = (
+    "from elasticlib import ChildFailedError, LaunchConfig, elastic_launch, record\n"
+)
 
 
 def run(folder: Path, program: str, steps: str) -> tuple[int, str, object]:
-    """Exit code, what was printed, and what the launcher left to its own launcher."""
+    """Return the exit code, the output, and the error file of the launcher."""
     folder.mkdir()
     script, error_file = folder / "launcher.py", folder / "error.json"
     script.write_text(program)
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, str(script), steps],
         env={**os.environ, "TORCHELASTIC_ERROR_FILE": str(error_file), "TMPDIR": str(folder)},
         capture_output=True,
@@ -28,8 +30,8 @@ def run(folder: Path, program: str, steps: str) -> tuple[int, str, object]:
         timeout=120,
         check=False,
     )
-    left = json.loads(error_file.read_text())["message"] if error_file.exists() else {}
-    return done.returncode, done.stdout, (left.get("message"), left.get("errorCode"))
+    error = json.loads(error_file.read_text())["message"] if error_file.exists() else {}
+    return process.returncode, process.stdout, (error.get("message"), error.get("errorCode"))
 
 
 @pytest.mark.parametrize(
@@ -39,7 +41,9 @@ def run(folder: Path, program: str, steps: str) -> tuple[int, str, object]:
 def test_a_program_has_the_same_result_under_both_launchers(
     steps: str, code: int, cause: object, tmp_path: Path
 ) -> None:
-    assert OURS.count(IMPORT) == 1
-    ours = run(tmp_path / "ours", OURS, steps)
-    assert ours == run(tmp_path / "torchs", OURS.replace(IMPORT, IMPORTS), steps)
-    assert (ours[0], ours[2]) == (code, cause)
+    assert PROGRAM.count(ELASTICLIB_IMPORT) == 1
+    result = run(tmp_path / "elasticlib", PROGRAM, steps)
+    assert result == run(
+        tmp_path / "torch", PROGRAM.replace(ELASTICLIB_IMPORT, TORCH_IMPORTS), steps
+    )
+    assert (result[0], result[2]) == (code, cause)

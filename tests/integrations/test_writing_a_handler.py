@@ -45,7 +45,7 @@ pytestmark = pytest.mark.faults
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    """A folder with the page's module."""
+    """Return a directory with the module of the page."""
     return write_module(tmp_path / "site", MODULE, FILES[f"{MODULE}.py"])
 
 
@@ -56,17 +56,19 @@ def test_each_block_of_the_page_has_a_test() -> None:
 
 def test_the_test_suite_of_the_page_passes(site: Path, tmp_path: Path) -> None:
     (tmp_path / SUITE).write_text(FILES[SUITE])
-    said = run_suite(tmp_path, SUITE, 100.0, {**os.environ, "PYTHONPATH": extend_pythonpath(site)})
-    # Failures are left to the agents.
-    assert re.search(r"^\d\d passed, 2 skipped in", said, re.MULTILINE), said
+    output = run_suite(
+        tmp_path, SUITE, 100.0, {**os.environ, "PYTHONPATH": extend_pythonpath(site)}
+    )
+    # The agents handle failures.
+    assert re.search(r"^\d\d passed, 2 skipped in", output, re.MULTILINE), output
 
 
 def test_the_pages_command_line_runs_a_job(job: Job, site: Path, tmp_path: Path) -> None:
-    words = shlex.split(COMMAND)
-    assert (words[0], words[-1]) == ("elasticrun", "train.py")
+    arguments = shlex.split(COMMAND)
+    assert (arguments[0], arguments[-1]) == ("elasticrun", "train.py")
     meeting = str(tmp_path / "meeting")
-    flags = [meeting if word == "meeting" else word for word in words[1:-1]]
-    assert flags != words[1:-1]
+    flags = [meeting if argument == "meeting" else argument for argument in arguments[1:-1]]
+    assert flags != arguments[1:-1]
     nodes = [job.start_agent(name, *flags, PYTHONPATH=extend_pythonpath(site)) for name in "ab"]
     check_consistent_world(job.wait_for_world(2))
     job.finish()
@@ -74,7 +76,7 @@ def test_the_pages_command_line_runs_a_job(job: Job, site: Path, tmp_path: Path)
 
 
 class TwoAgents:
-    """Two agents in threads that meet by the page's handler; their workers are no processes."""
+    """Two agents in threads with the handler of the page. Their workers are not processes."""
 
     def __init__(self, folder: Path, register: Any, max_restarts: int) -> None:
         self.workers = {name: OneWorker() for name in "ab"}
@@ -104,7 +106,7 @@ class TwoAgents:
 
 @pytest.fixture
 def two_agents(tmp_path: Path) -> Iterator[TwoAgents]:
-    """Each of the two has one restart."""
+    """Start two agents, each with a budget of one restart."""
     module = types.ModuleType(MODULE)
     exec(compile(FILES[f"{MODULE}.py"], f"{MODULE}.py", "exec"), module.__dict__)
     with contextlib.closing(TwoAgents(tmp_path, module.RegisterHandler, 1)) as agents:
@@ -115,7 +117,7 @@ def two_agents(tmp_path: Path) -> Iterator[TwoAgents]:
 def test_a_finished_node_waits_for_the_others_and_all_succeed(two_agents: TwoAgents) -> None:
     two_agents.workers["a"].finish()
     wait_until("a to be done", lambda: two_agents.workers["a"].running() == {})
-    # Each agent looks at the job every 10 ms meanwhile.
+    # Each agent polls the job every 10 ms.
     assert not two_agents.runs["a"].ends_within(0.5)
     assert two_agents.workers["b"].running()
     two_agents.workers["b"].finish()
@@ -157,16 +159,16 @@ def test_a_killed_member_is_noticed_at_once(site: Path, tmp_path: Path) -> None:
         command = [sys.executable, "-c", MEMBER, str(tmp_path / "meeting"), name]
         return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 
-    def said(process: subprocess.Popen[str]) -> Any:
+    def read_output(process: subprocess.Popen[str]) -> Any:
         assert process.stdout is not None
         return process.stdout.readline().strip()
 
     with member("a") as first:
         try:
-            assert said(first) == "1"
+            assert read_output(first) == "1"
             with member("b") as second:
-                assert [said(first), said(second)] == ["2", "2"]
+                assert [read_output(first), read_output(second)] == ["2", "2"]
                 second.send_signal(signal.SIGKILL)
-                assert said(first) == "1"
+                assert read_output(first) == "1"
         finally:
             first.kill()

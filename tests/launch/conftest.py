@@ -1,4 +1,4 @@
-"""What several tests of launches stand on."""
+"""Fixtures of the tests of launches."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from elasticlib.launch import addresses, store_host
 
 @pytest.fixture
 def own_name(monkeypatch: pytest.MonkeyPatch) -> str:
-    """A machine's own name as Debian's /etc/hosts has it: it means 127.0.1.1, where nobody serves,
-    and which no other machine reaches."""
+    """The machine's own name as in Debian's /etc/hosts.
+
+    It resolves to 127.0.1.1, where no server listens, and which no other machine can reach.
+    """
     real = socket.getaddrinfo
 
-    def debian(host: str, *rest: Any, **more: Any) -> Any:
-        return real("127.0.1.1" if host == "debian" else host, *rest, **more)
+    def resolve_debian_name(host: str, *args: Any, **kwargs: Any) -> Any:
+        return real("127.0.1.1" if host == "debian" else host, *args, **kwargs)
 
-    monkeypatch.setattr(socket, "getaddrinfo", debian)
+    monkeypatch.setattr(socket, "getaddrinfo", resolve_debian_name)
     for module in (addresses, store_host):
         monkeypatch.setattr(module, "outward_address", lambda: "127.0.0.1")
     return "debian"
@@ -28,7 +30,7 @@ def own_name(monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def script(tmp_path: Path) -> str:
-    """A program that there is, as is asked of each command line."""
+    """The path of an existing script, because each command line must name one."""
     path = tmp_path / "train.py"
     path.touch()
     return str(path)

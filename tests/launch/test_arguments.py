@@ -1,4 +1,4 @@
-"""torchrun's command line: what is accepted works, and what cannot work is refused by name."""
+"""Command line of elasticrun: valid options set the config, invalid ones are rejected by name."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from elasticlib.launch.elasticrun import command
 from elasticlib.launch.launch_config import LaunchConfig
 
 
-def test_every_two_word_flag_has_both_spellings() -> None:
+def test_each_option_of_several_words_has_a_spelling_with_underscores() -> None:
     options = set(build_parser()._option_string_actions)
     twins = {o for o in options if o.startswith("--") and "-" in o[2:]}
     assert {"--" + twin[2:].replace("-", "_") for twin in twins} <= options
 
 
-def test_one_node_by_itself_needs_no_flag_and_has_a_name_of_its_own(script: str) -> None:
+def test_single_node_job_needs_no_options_and_gets_a_unique_run_id(script: str) -> None:
     config, entrypoint = parse([script, "--epochs", "3"])
     assert (config.min_nodes, config.max_nodes, config.is_single_node) == (1, 1, True)
     assert config.run_id != parse([script])[0].run_id
     assert entrypoint == Script(script, ("--epochs", "3"))
 
 
-def test_flags_after_the_script_are_the_scripts(script: str) -> None:
+def test_options_after_the_script_are_passed_to_the_script(script: str) -> None:
     config, entrypoint = parse(["--nproc_per_node", "2", script, "--nproc-per-node", "9"])
     assert config.nproc_per_node == 2
     assert entrypoint.args == ("--nproc-per-node", "9")
 
 
-def test_elastic_flags_are_read(script: str) -> None:
+def test_options_of_an_elastic_job_set_the_config(script: str) -> None:
     flags = "--nnodes 1:4 --rdzv-endpoint [::1]:29401 --rdzv-id j --max-restarts 2 --node-rank 3"
     config, _ = parse([*flags.split(), "--rdzv-conf", "join_timeout=9,last_call_timeout=0", script])
     assert (config.min_nodes, config.max_nodes, config.max_restarts) == (1, 4, 2)
@@ -47,19 +47,19 @@ def test_elastic_flags_are_read(script: str) -> None:
     assert config.rdzv_backend == "tcp"
 
 
-def test_master_flags_mean_the_static_backend(script: str) -> None:
+def test_master_options_select_the_static_backend(script: str) -> None:
     config, _ = parse(
         ["--nnodes", "2", "--node_rank", "1", "--master_addr", "h", "--master_port", "7", script]
     )
     assert (config.rdzv_backend, config.rdzv_endpoint, config.node_rank) == ("static", "h:7", 1)
 
 
-def test_modules_and_programs_are_told_from_scripts() -> None:
+def test_module_and_program_options_select_the_entrypoint() -> None:
     assert parse(["-m", "pkg.train", "x"])[1] == Module("pkg.train", ("x",))
     assert parse(["--no-python", "echo", "x"])[1] == Command("echo", ("x",))
 
 
-REFUSED = [
+INVALID = [
     ("--nnodes x SCRIPT", "--nnodes must be N or MIN:MAX, got 'x'"),
     ("--nnodes 3:2 SCRIPT", "1 <= MIN <= MAX, got '3:2'"),
     ("--nnodes 2 SCRIPT", "a job with 2 nodes requires --rdzv-endpoint"),
@@ -121,7 +121,7 @@ REFUSED = [
     ("--rdzv-conf a=1,a=2 SCRIPT", "each key once"),
     (
         "--rdzv-conf colour=red SCRIPT",
-        "unknown --rdzv-conf key 'colour'; valid keys: close_timeout",
+        "unknown --rdzv-conf key 'colour'; valid keys: bad_node_failures",
     ),
     ("--rdzv-conf join_timeout=soon SCRIPT", "number of seconds up to 1e+06, got 'soon'"),
     ("--rdzv-conf keep_alive_max_attempt=1 SCRIPT", "an integer of at least 2"),
@@ -171,23 +171,25 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("line", "sentence"), REFUSED)
-def test_what_cannot_work_is_refused_with_a_sentence(line: str, sentence: str, script: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        parse([script if word == "SCRIPT" else word for word in line.split()])
-    assert sentence in str(refused.value)
+@pytest.mark.parametrize(("line", "message"), INVALID)
+def test_invalid_command_line_is_rejected_with_a_message(
+    line: str, message: str, script: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse([script if argument == "SCRIPT" else argument for argument in line.split()])
+    assert message in str(error.value)
 
 
-def test_a_script_whose_ending_is_left_out_is_named(script: str) -> None:
+def test_missing_script_suggests_the_name_with_its_suffix(script: str) -> None:
     with pytest.raises(ConfigError, match=f"did you mean {script}"):
         parse([script.removesuffix(".py")])
 
 
-TWO = "--nnodes 2 --rdzv-endpoint"
+TWO_NODES = "--nnodes 2 --rdzv-endpoint"
 STATIC = "--nnodes 2 --rdzv-backend static --node-rank 0 --rdzv-endpoint"
-REFUSED_FOR_LOSS = [
+INVALID_FAULT_TOLERANCE = [
     ("--store-grace 0", "--store-grace must be seconds above 0 and up to 1e+06, got 0.0"),
-    (f"{TWO} h:1 --spares=-1", "spares must be at least 0, got -1"),
+    (f"{TWO_NODES} h:1 --spares=-1", "spares must be at least 0, got -1"),
     (
         "--spares 1",
         "--spares requires an elastic multi-node job; this job has a single node, got 1",
@@ -198,15 +200,21 @@ REFUSED_FOR_LOSS = [
     ),
     (f"{STATIC} h:1 --spares 1", "static ranks are fixed, got 1"),
     (f"{STATIC} h:1,g:1", "the static backend requires a single --rdzv-endpoint, got a list"),
-    (f"{TWO} h:1,g:1,h:1", "--rdzv-endpoint names one endpoint twice: h:1,g:1,h:1"),
-    (f"{TWO} h:1,g:0", "--rdzv-endpoint must have a fixed port, got 'g:0'"),
-    (f"{TWO} h:1,0.0.0.0:1", "--rdzv-endpoint must be reachable from the other nodes"),
+    (f"{TWO_NODES} h:1,g:1,h:1", "--rdzv-endpoint names one endpoint twice: h:1,g:1,h:1"),
+    (f"{TWO_NODES} h:1,g:0", "--rdzv-endpoint must have a fixed port, got 'g:0'"),
+    (f"{TWO_NODES} h:1,0.0.0.0:1", "--rdzv-endpoint must be reachable from the other nodes"),
     (
-        f"{TWO} h:1,g:1 --rdzv-conf is_host=true",
+        f"{TWO_NODES} h:1,g:1 --rdzv-conf is_host=true",
         "is_host=true requires a single endpoint, got several",
     ),
-    (f"{TWO} h:1 --rdzv-conf quorum=any", "--rdzv-conf quorum requires several endpoints, got one"),
-    (f"{TWO} h:1,g:1 --rdzv-conf quorum=maybe", "quorum must be majority or any, got 'maybe'"),
+    (
+        f"{TWO_NODES} h:1 --rdzv-conf quorum=any",
+        "--rdzv-conf quorum requires several endpoints, got one",
+    ),
+    (
+        f"{TWO_NODES} h:1,g:1 --rdzv-conf quorum=maybe",
+        "quorum must be majority or any, got 'maybe'",
+    ),
     (
         "--standalone --rdzv-conf quorum=any",
         "quorum applies only to the TCP store and requires --rdzv-endpoint",
@@ -215,65 +223,66 @@ REFUSED_FOR_LOSS = [
         "--rdzv-backend file --rdzv-endpoint m --rdzv-id j --rdzv-conf quorum=any",
         "quorum applies only to the TCP store and requires --rdzv-endpoint",
     ),
-    (f"{TWO} h:1 --rdzv-id {'x' * 257}", "--rdzv-id must have 1 to 256 bytes"),
+    (f"{TWO_NODES} h:1 --rdzv-id {'x' * 257}", "--rdzv-id must have 1 to 256 bytes"),
 ]
 
 
-@pytest.mark.parametrize(("line", "sentence"), REFUSED_FOR_LOSS)
-def test_what_cannot_outlive_a_loss_as_asked_is_refused_with_exit_code_2(
-    line: str, sentence: str, script: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("line", "message"), INVALID_FAULT_TOLERANCE)
+def test_invalid_fault_tolerance_option_exits_with_code_2_and_one_line(
+    line: str, message: str, script: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    soon = ("--rdzv-conf", "join_timeout=0.5")  # where it is not refused
-    assert command([*line.split(), *soon, script]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("elasticrun: error: ")
-    assert sentence in said
-    assert said.count("\n") == 1
+    # If the option were accepted, the launch would fail after this timeout.
+    join_timeout = ("--rdzv-conf", "join_timeout=0.5")
+    assert command([*line.split(), *join_timeout, script]) == 2
+    stderr = capsys.readouterr().err
+    assert stderr.startswith("elasticrun: error: ")
+    assert message in stderr
+    assert stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "expected"),
     [(["--nnodes", "3:1", __file__], "ConfigError: --nnodes must be"), ([7], "TypeError: ")],
 )
-def test_what_ends_the_launcher_itself_is_in_its_own_error_file(
-    argv: list[Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_error_of_the_launcher_is_written_to_its_error_file(
+    argv: list[Any], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    error = tmp_path / "termination-log"
-    error.touch()
-    before = error.stat().st_ino
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error))
+    path = tmp_path / "termination-log"
+    path.touch()
+    inode = path.stat().st_ino
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
     with contextlib.suppress(TypeError):
         assert command(argv) == 2
-    message = json.loads(error.read_text())["message"]
-    assert message["message"].startswith(said)
-    assert said.startswith("Config") or "Traceback" in message["extraInfo"]["py_callstack"]
-    # In its place: it may be mounted there.
-    assert error.stat().st_ino == before
+    record = json.loads(path.read_text())["message"]
+    assert record["message"].startswith(expected)
+    assert expected.startswith("Config") or "Traceback" in record["extraInfo"]["py_callstack"]
+    # The launcher overwrites the file instead of replacing it, because it may be a mount point.
+    assert path.stat().st_ino == inode
 
 
 @pytest.mark.parametrize("line", ["--store-grace soon", "--spares some", "--spares 1.5"])
-def test_what_is_no_number_is_refused_with_exit_code_2_and_the_flag(
+def test_value_that_is_no_number_exits_with_code_2_and_names_the_option(
     line: str, script: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         command([*line.split(), script])
-    assert ended.value.code == 2
+    assert exit_info.value.code == 2
     assert f"argument {line.split()[0]}" in capsys.readouterr().err
 
 
-def test_a_key_is_given_once_however_it_is_spaced(script: str) -> None:
+def test_key_given_twice_is_rejected_despite_spaces(script: str) -> None:
     with pytest.raises(ConfigError, match="each key once"):
         parse(["--rdzv-endpoint", "h:1", "--rdzv-conf", "quorum=any, quorum =any", script])
 
 
-def test_one_nodes_own_address_may_be_the_wildcard(script: str) -> None:
+def test_single_node_may_use_the_wildcard_address(script: str) -> None:
     flags = ["--nnodes", "1", "--node-rank", "0", "--master-port", "7", "--master-addr"]
-    found = {host: parse([*flags, host, script])[0].rdzv_endpoint for host in ("0", "0::0")}
-    assert found == {"0": "127.0.0.1:7", "0::0": "[::1]:7"}
+    endpoints = {host: parse([*flags, host, script])[0].rdzv_endpoint for host in ("0", "0::0")}
+    assert endpoints == {"0": "127.0.0.1:7", "0::0": "[::1]:7"}
     assert parse(["--standalone", "--local-addr", "0.0.0.0", script])[0].is_single_node
 
 
-def test_what_a_job_may_lose_is_read(script: str) -> None:
+def test_fault_tolerance_options_set_the_config(script: str) -> None:
     flags = "--nnodes 1:4 --spares 2 --topology rack7 --store-grace 9 --rdzv-endpoint h,g:7"
     config, _ = parse([*flags.split(), "--rdzv-conf", "is_host=false", script])
     assert (config.rendezvous_settings.spares, config.rendezvous_settings.quorum) == (2, True)
@@ -282,7 +291,7 @@ def test_what_a_job_may_lose_is_read(script: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "conf", "counts"),
+    ("endpoint", "conf", "is_required"),
     [
         ("h:1", "", False),
         ("h:1,g:1", "", True),
@@ -290,36 +299,36 @@ def test_what_a_job_may_lose_is_read(script: str) -> None:
         ("h:1,g:1", "quorum=any", False),
     ],
 )
-def test_a_quorum_counts_where_the_store_may_move(
-    endpoint: str, conf: str, counts: bool, script: str
+def test_quorum_is_required_only_if_there_are_several_endpoints(
+    endpoint: str, conf: str, is_required: bool, script: str
 ) -> None:
     config, _ = parse(["--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-conf", conf, script])
-    assert config.rendezvous_settings.quorum is counts
+    assert config.rendezvous_settings.quorum is is_required
 
 
-def test_an_unknown_backend_is_refused_by_the_config_too() -> None:
+def test_config_rejects_an_unknown_backend() -> None:
     rule = "rdzv_backend must be one of tcp, .*etcd-v2, or package.module:function .*, got 'zk'"
     with pytest.raises(ConfigError, match=rule):
         LaunchConfig(rdzv_backend="zk")
 
 
-def test_etcd_is_found_by_all_of_torchs_spellings(script: str) -> None:
+def test_etcd_options_are_accepted_in_all_spellings_of_torch(script: str) -> None:
     old = "protocol=https,ssl_cert=c,ssl_cert_key=k,ca_cert=a,etcd_prefix=/p"
     new = "cert=c,key=k,cacert=a,etcd_prefix=/p"
     for backend, conf in (("etcd-v2", old), ("etcd", new)):
         flags = ["--rdzv-backend", backend, "--rdzv-id", "j", "--rdzv-conf", conf]
-        place = parse([*flags, "--rdzv-endpoint", "h,[::1]:7", script])[0].etcd_config
-        assert place is not None
-        assert [attrs.astuple(m) for m in place.members] == [
+        etcd = parse([*flags, "--rdzv-endpoint", "h,[::1]:7", script])[0].etcd_config
+        assert etcd is not None
+        assert [attrs.astuple(m) for m in etcd.members] == [
             ("https", "h", 2379),
             ("https", "::1", 7),
         ]
-        assert (place.cacert, place.cert, place.key, place.prefix) == ("a", "c", "k", "/p")
+        assert (etcd.cacert, etcd.cert, etcd.key, etcd.prefix) == ("a", "c", "k", "/p")
 
 
 @pytest.mark.parametrize("key", sorted(ETCD_KEYS))
 @pytest.mark.parametrize("backend", ["tcp", "file", "static"])
-def test_etcds_keys_are_refused_beside_other_backends(backend: str, key: str) -> None:
+def test_etcd_key_is_rejected_with_another_backend(backend: str, key: str) -> None:
     with pytest.raises(
         ConfigError, match=f"{key} applies only to rdzv_backend etcd, not to {backend}"
     ):
@@ -332,34 +341,38 @@ def test_etcds_keys_are_refused_beside_other_backends(backend: str, key: str) ->
         )
 
 
-def test_a_password_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    place = EtcdConfig("h", user="u", password_file=str(tmp_path / "none"))
+def test_missing_etcd_password_file_is_named(tmp_path: Path) -> None:
+    etcd = EtcdConfig("h", user="u", password_file=str(tmp_path / "none"))
     with pytest.raises(ConfigError, match=r"password_file cannot be read: .*none"):
-        place.open(1.0)
+        etcd.open(1.0)
 
 
-def test_of_two_words_for_the_time_to_join_torchs_newer_one_counts(script: str) -> None:
+def test_join_timeout_takes_precedence_over_timeout(script: str) -> None:
     line = ["--rdzv-conf", "timeout=900,join_timeout=600", script]
-    told = parse_launch(line, {})
-    assert told.config.rendezvous_timeouts.join_timeout == 600
-    (note,) = told.settings.warnings
-    assert note == "ignoring --rdzv-conf timeout=900: join_timeout=600 takes precedence"
+    request = parse_launch(line, {})
+    assert request.config.rendezvous_timeouts.join_timeout == 600
+    (warning,) = request.settings.warnings
+    assert warning == "ignoring --rdzv-conf timeout=900: join_timeout=600 takes precedence"
 
 
-def test_conf_values_may_be_numbers_or_text() -> None:
+def test_rdzv_config_values_may_be_numbers_or_text() -> None:
     conf = {"keep_alive_interval": 0.5, "keep_alive_max_attempt": "4"}
-    timing = LaunchConfig(rdzv_configs=conf, store_grace=7.0).rendezvous_timeouts
-    assert (timing.keep_alive_interval, timing.lease_ttl, timing.store_grace) == (0.5, 2.0, 7.0)
+    timeouts = LaunchConfig(rdzv_configs=conf, store_grace=7.0).rendezvous_timeouts
+    assert (timeouts.keep_alive_interval, timeouts.lease_ttl, timeouts.store_grace) == (
+        0.5,
+        2.0,
+        7.0,
+    )
 
 
-def test_workers_start_warm_unless_they_are_told_otherwise() -> None:
+def test_workers_start_from_a_fork_server_by_default() -> None:
     config, _ = parse(["--preload", "json,os.path", __file__])
     assert (config.start_method, config.preload) == ("forkserver", ("json", "os.path"))
     assert parse(["--start_method=spawn", __file__])[0].start_method == "spawn"
 
 
 @pytest.mark.parametrize(
-    ("flags", "sentence"),
+    ("flags", "message"),
     [
         (("--start-method=threads",), "must be one of forkserver, spawn, fork, got 'threads'"),
         (
@@ -374,6 +387,6 @@ def test_workers_start_warm_unless_they_are_told_otherwise() -> None:
         (("--no-python", "--start-method=fork"), "--start-method fork requires Python"),
     ],
 )
-def test_a_start_that_cannot_be_is_refused(flags: tuple[str, ...], sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
+def test_invalid_start_method_is_rejected(flags: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         parse([*flags, __file__])

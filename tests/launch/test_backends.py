@@ -1,4 +1,4 @@
-"""Backends of users, named as package.module:function: imported when they are opened."""
+"""Rendezvous backends of users: package.module:function, imported when a launch opens it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ CODE = """
 from elasticlib import DynamicRendezvousHandler, FileStore
 from elasticlib.errors import ConfigError
 
-asked = []
+requests = []
 
 def open_store(request):
-    asked.append(request)
-    strays = set(request.options) - {"colour", "user"}
-    if strays:
-        raise ConfigError(f"shelf has no option {strays.pop()}")
+    requests.append(request)
+    unknown = set(request.options) - {"colour", "user"}
+    if unknown:
+        raise ConfigError(f"user_backends has no option {unknown.pop()}")
     return FileStore(request.endpoint, timeout=request.timeout)
 
 def open_handler(request):
@@ -39,7 +39,7 @@ def open_handler(request):
         request.node,
         request.settings,
         timeouts=request.timeouts,
-        backend="whole",
+        backend="complete",
     )
 
 def open_nothing(request):
@@ -48,50 +48,59 @@ def open_nothing(request):
 def open_badly(request):
     return request.no_such_thing
 """
-PLACE = ("--rdzv-endpoint", "somewhere", "--rdzv-id", "job")
+RENDEZVOUS = ("--rdzv-endpoint", "somewhere", "--rdzv-id", "job")
 
 
 @pytest.fixture
-def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder on this process's import path with a module of several backends."""
-    folder = write_module(tmp_path / "site", "shelf", CODE)
+def site_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory on the import path of this process, with a module of several backends."""
+    folder = write_module(tmp_path / "site", "user_backends", CODE)
     monkeypatch.syspath_prepend(folder)
-    monkeypatch.delitem(sys.modules, "shelf", raising=False)
+    monkeypatch.delitem(sys.modules, "user_backends", raising=False)
     return folder
 
 
-def config(backend: str, folder: Path, **conf: object) -> LaunchConfig:
+def make_config(backend: str, directory: Path, **conf: object) -> LaunchConfig:
     return LaunchConfig(
         run_id="job",
         rdzv_backend=backend,
-        rdzv_endpoint=str(folder / "meeting"),
+        rdzv_endpoint=str(directory / "rendezvous"),
         rdzv_configs=conf,
         nproc_per_node=3,
     )
 
 
-def test_a_users_backend_is_named_by_its_function_and_not_imported_before_it_is_opened(
-    shelf: Path,
+def test_backend_of_a_user_is_not_imported_before_it_is_opened(
+    site_dir: Path,
 ) -> None:
-    parsed, _ = parse(["--rdzv-backend", "shelf:open_store", *PLACE, "--no-python", "true"])
-    assert parsed.rdzv_backend == "shelf:open_store"
+    parsed, _ = parse(
+        ["--rdzv-backend", "user_backends:open_store", *RENDEZVOUS, "--no-python", "true"]
+    )
+    assert parsed.rdzv_backend == "user_backends:open_store"
     environment = {"PET_RDZV_BACKEND": "pack.shelf:Shelf.open"}
-    from_variable, _ = parse([*PLACE, "--no-python", "true"], environment)
+    from_variable, _ = parse([*RENDEZVOUS, "--no-python", "true"], environment)
     assert from_variable.rdzv_backend == "pack.shelf:Shelf.open"
-    for name in ("zk", "shelf:", ":open", "a..b:open", "shelf:open store", "1a:open"):
+    for name in (
+        "zk",
+        "user_backends:",
+        ":open",
+        "a..b:open",
+        "user_backends:open store",
+        "1a:open",
+    ):
         with pytest.raises(
             ConfigError, match=f"one of {', '.join(BUILTIN_BACKENDS)}, or package.mod"
         ):
-            config(name, shelf)
-    assert "shelf" not in sys.modules
+            make_config(name, site_dir)
+    assert "user_backends" not in sys.modules
 
 
-def test_a_backend_is_told_all_that_it_may_need(shelf: Path) -> None:
-    given = {"join_timeout": "7", "keep_alive_interval": 0.5, "colour": "red", "user": 5}
-    meeting = open_rendezvous(config("shelf:open_store", shelf, **given))
-    (request,) = sys.modules["shelf"].asked
-    meeting.close()
-    assert (request.endpoint, request.run_id) == (str(shelf / "meeting"), "job")
+def test_backend_receives_the_parameters_of_the_launch(site_dir: Path) -> None:
+    options = {"join_timeout": "7", "keep_alive_interval": 0.5, "colour": "red", "user": 5}
+    setup = open_rendezvous(make_config("user_backends:open_store", site_dir, **options))
+    (request,) = sys.modules["user_backends"].requests
+    setup.close()
+    assert (request.endpoint, request.run_id) == (str(site_dir / "rendezvous"), "job")
     assert request.options == {"colour": "red", "user": "5"}
     assert (
         request.timeouts.join_timeout,
@@ -100,61 +109,66 @@ def test_a_backend_is_told_all_that_it_may_need(shelf: Path) -> None:
     ) == (7.0, 0.5, 5.0)
     assert (request.settings.min_nodes, request.node.slots) == (1, 3)
     assert request.node.address
-    assert meeting.handler.get_backend() == "shelf:open_store"
+    assert setup.handler.get_backend() == "user_backends:open_store"
 
 
-def test_a_whole_handler_is_used_as_it_is(shelf: Path) -> None:
-    meeting = open_rendezvous(config("shelf:open_handler", shelf))
-    assert meeting.store is None
-    assert meeting.handler.get_backend() == "whole"
-    assert meeting.handler.shutdown()
-    meeting.close()
+def test_backend_may_return_a_rendezvous_handler(site_dir: Path) -> None:
+    setup = open_rendezvous(make_config("user_backends:open_handler", site_dir))
+    assert setup.store is None
+    assert setup.handler.get_backend() == "complete"
+    assert setup.handler.shutdown()
+    setup.close()
 
 
 @pytest.mark.parametrize(
-    ("backend", "code", "sentence"),
+    ("backend", "code", "message"),
     [
-        ("shelf:open_store", 4, "the store holds no job 'job'"),
+        ("user_backends:open_store", 4, "the store holds no job 'job'"),
         (
-            "shelf:open_handler",
+            "user_backends:open_handler",
             4,
-            "shelf:open_handler has no store that can be read",
+            "user_backends:open_handler has no store that can be read",
         ),
         ("zk", 2, "--rdzv-backend must be one of tcp,"),
     ],
 )
-def test_a_job_in_anothers_store_is_asked_by_the_same_name(
-    shelf: Path, capsys: pytest.CaptureFixture[str], backend: str, code: int, sentence: str
+def test_status_accepts_the_backend_of_a_user(
+    site_dir: Path, capsys: pytest.CaptureFixture[str], backend: str, code: int, message: str
 ) -> None:
-    place = str(shelf / "meeting")
-    assert main(["status", "--rdzv-backend", backend, "--rdzv-id", "job", place]) == code
-    assert sentence in capsys.readouterr().err
+    endpoint = str(site_dir / "rendezvous")
+    assert main(["status", "--rdzv-backend", backend, "--rdzv-id", "job", endpoint]) == code
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("backend", "sentence"),
+    ("backend", "message"),
     [
-        ("shelf:open_nothing", "must return a Store or a RendezvousHandler, got str"),
-        ("shelf:open_badly", "failed: AttributeError: .*no_such_thing"),
-        ("shelf:no_such_name", "cannot be imported: AttributeError: .*no_such_name"),
+        ("user_backends:open_nothing", "must return a Store or a RendezvousHandler, got str"),
+        ("user_backends:open_badly", "failed: AttributeError: .*no_such_thing"),
+        ("user_backends:no_such_name", "cannot be imported: AttributeError: .*no_such_name"),
         ("no_such_module:open", "cannot be imported: ModuleNotFoundError: .*to PYTHONPATH"),
     ],
 )
-def test_a_backend_that_breaks_is_named(shelf: Path, backend: str, sentence: str) -> None:
-    with pytest.raises(ConfigError, match=f"rdzv_backend {backend} {sentence}"):
-        open_rendezvous(config(backend, shelf))
+def test_backend_that_fails_is_named_in_the_error(
+    site_dir: Path, backend: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"rdzv_backend {backend} {message}"):
+        open_rendezvous(make_config(backend, site_dir))
 
 
-def test_what_a_backend_refuses_is_refused_in_its_words(shelf: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^shelf has no option size$"):
-        open_rendezvous(config("shelf:open_store", shelf, size="7"))
+def test_error_of_a_backend_is_passed_on_unchanged(site_dir: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^user_backends has no option size$"):
+        open_rendezvous(make_config("user_backends:open_store", site_dir, size="7"))
 
 
-REFUSED: list[tuple[Callable[[LaunchConfig], LaunchConfig], str]] = [
-    (lambda c: attrs.evolve(c, rdzv_endpoint=""), "shelf:open_store requires rdzv_endpoint"),
+INVALID: list[tuple[Callable[[LaunchConfig], LaunchConfig], str]] = [
+    (
+        lambda c: attrs.evolve(c, rdzv_endpoint=""),
+        "user_backends:open_store requires rdzv_endpoint",
+    ),
     (
         lambda c: attrs.evolve(c, run_id="none"),
-        "shelf:open_store backend can be shared .* unique run_id",
+        "user_backends:open_store backend can be shared .* unique run_id",
     ),
     (
         lambda c: attrs.evolve(c, rdzv_configs={"is_host": "1"}),
@@ -171,23 +185,25 @@ REFUSED: list[tuple[Callable[[LaunchConfig], LaunchConfig], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("spoil", "sentence"), REFUSED, ids=[s for _, s in REFUSED])
-def test_what_cannot_work_is_refused_beside_another_backend_too(
-    shelf: Path, spoil: Callable[[LaunchConfig], LaunchConfig], sentence: str
+@pytest.mark.parametrize(("change", "message"), INVALID, ids=[s for _, s in INVALID])
+def test_invalid_config_is_rejected_with_the_backend_of_a_user(
+    site_dir: Path, change: Callable[[LaunchConfig], LaunchConfig], message: str
 ) -> None:
-    good = config("shelf:open_store", shelf)
-    with pytest.raises(ConfigError, match=sentence):
-        spoil(good)
+    valid = make_config("user_backends:open_store", site_dir)
+    with pytest.raises(ConfigError, match=message):
+        change(valid)
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("backend", ["shelf:open_store", "shelf:open_handler"])
-def test_two_nodes_run_a_job_through_it(job: Job, tmp_path: Path, backend: str) -> None:
-    site = write_module(tmp_path / "site", "shelf", CODE)
-    place = ("--rdzv-backend", backend, "--rdzv-endpoint", str(tmp_path / "meeting"))
-    flags = ("--nnodes", "2", "--rdzv-id", "job", *place)
+@pytest.mark.parametrize("backend", ["user_backends:open_store", "user_backends:open_handler"])
+def test_two_nodes_run_a_job_with_the_backend_of_a_user(
+    job: Job, tmp_path: Path, backend: str
+) -> None:
+    site = write_module(tmp_path / "site", "user_backends", CODE)
+    rendezvous = ("--rdzv-backend", backend, "--rdzv-endpoint", str(tmp_path / "rendezvous"))
+    flags = ("--nnodes", "2", "--rdzv-id", "job", *rendezvous)
     nodes = [job.start_agent(name, *flags, PYTHONPATH=extend_pythonpath(site)) for name in "ab"]
     check_consistent_world(job.wait_for_world(2))
     job.finish()
     assert [node.exit_code() for node in nodes] == [0, 0]
-    assert list((tmp_path / "meeting").iterdir())
+    assert list((tmp_path / "rendezvous").iterdir())

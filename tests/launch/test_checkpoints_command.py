@@ -1,4 +1,4 @@
-"""`elasticlib checkpoints`: what people and programs see, and what the exit status says."""
+"""`elasticlib checkpoints`: its table, its JSON output and its exit status."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from elasticlib.launch.cli import main
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """With three checkpoints of a job."""
+def directory(tmp_path: Path) -> Path:
+    """A directory with three checkpoints of a job."""
     writer = WriterIdentity("job7", "l", 2, "0" * 16)
     writers = RankWriters(
         Committer(CheckpointCatalog(LocalStorage(tmp_path)), writer, Retention(5))
@@ -32,24 +32,24 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def damage(folder: Path, step: int) -> None:
-    (path,) = (folder / f"step-{step:010d}").glob("state.*")
+def damage(directory: Path, step: int) -> None:
+    (path,) = (directory / f"step-{step:010d}").glob("state.*")
     path.write_bytes(bytes(2999) + b"\1")
 
 
-def test_a_list_shows_each_one_and_the_cut_one_as_damaged(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+def test_list_shows_each_checkpoint_and_a_truncated_one_as_corrupt(
+    directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (path,) = (folder / "step-0000000009").glob("state.*")
+    (path,) = (directory / "step-0000000009").glob("state.*")
     os.truncate(path, 100)
-    assert main(["checkpoints", str(folder)]) == 0
+    assert main(["checkpoints", str(directory)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["STEP", "SIZE", "SAVED", "AGE", "WORLD", "PINNED", "RUN", "STATE"]
     date, age = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", r"(?:under )?[\d.]+ s"
     row = rf"10    2.9 KiB  {date}  {age}  4      pinned  job7 generation 2  complete"
     assert re.fullmatch(row, lines[1])
     assert lines[2].endswith(f"corrupt: {path.name} must have 3000 bytes, but has 100")
-    assert main(["checkpoints", str(folder), "--json"]) == 0
+    assert main(["checkpoints", str(directory), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     states = [(row["step"], row["status"]) for row in rows]
     assert states == [(10, "complete"), (9, "corrupt"), (8, "complete")]
@@ -58,44 +58,42 @@ def test_a_list_shows_each_one_and_the_cut_one_as_damaged(
     assert (rows[2]["world"], rows[2]["pinned"]) == (None, False)
 
 
-def test_only_verify_says_verified_and_a_list_says_complete_of_bytes_that_it_does_not_read(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+def test_only_verify_reads_the_data_and_detects_a_wrong_checksum(
+    directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    damage(folder, 9)
-    for flags, good, flawed in (
+    damage(directory, 9)
+    for flags, intact, damaged in (
         ([], "complete", "complete"),
         (["--verify"], "verified", "corrupt"),
     ):
-        main(["checkpoints", str(folder), *flags])
+        main(["checkpoints", str(directory), *flags])
         lines = capsys.readouterr().out.splitlines()[1:]
-        assert [good in line for line in lines] == [True, flawed == good, True]
-        main(["checkpoints", str(folder), *flags, "--json"])
+        assert [intact in line for line in lines] == [True, damaged == intact, True]
+        main(["checkpoints", str(directory), *flags, "--json"])
         rows = json.loads(capsys.readouterr().out)
-        assert [row["status"] for row in rows] == [good, flawed, good]
+        assert [row["status"] for row in rows] == [intact, damaged, intact]
 
 
-def test_verify_ends_with_1_and_names_what_is_damaged(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+def test_verify_exits_with_1_and_names_the_corrupt_checkpoint(
+    directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["checkpoints", str(folder), "--verify"]) == 0
+    assert main(["checkpoints", str(directory), "--verify"]) == 0
     assert capsys.readouterr().out.count("verified") == 3
-    damage(folder, 9)
-    assert main(["checkpoints", str(folder), "--verify", "--json"]) == 1
+    damage(directory, 9)
+    assert main(["checkpoints", str(directory), "--verify", "--json"]) == 1
     rows = json.loads(capsys.readouterr().out)
     assert [row["step"] for row in rows if row["status"] == "corrupt"] == [9]
-    assert main(["checkpoints", str(folder), "--verify"]) == 1
+    assert main(["checkpoints", str(directory), "--verify"]) == 1
     assert re.search(r"^9 .*corrupt: state.* must have the checksum", capsys.readouterr().out, re.M)
 
 
-def test_a_folder_that_is_not_there_is_an_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_directory_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoints", str(tmp_path)]) == 0
     assert main(["checkpoints", str(tmp_path / "absent")]) == 1
     assert "does not exist" in capsys.readouterr().err
 
 
-def test_what_a_manifest_says_is_shown_and_not_obeyed_by_the_terminal(
+def test_control_characters_in_a_manifest_are_escaped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     writer = WriterIdentity("job\x1b]0;title\x07\ud800", "l", 2, "0" * 16)
@@ -111,7 +109,9 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])
-def test_progress_is_shown_in_place_or_line_by_line(stream: io.StringIO) -> None:
+def test_progress_rewrites_one_line_on_a_terminal_and_prints_lines_elsewhere(
+    stream: io.StringIO,
+) -> None:
     with Progress("verified", 2048, stream, interval_s=0) as progress:
         progress.add(memoryview(bytes(1024)))
         progress.add(memoryview(bytes(1024)))
@@ -122,14 +122,14 @@ def test_progress_is_shown_in_place_or_line_by_line(stream: io.StringIO) -> None
     assert text.count("\n") == (0 if stream.isatty() else 2)
 
 
-def test_torch_is_not_needed(folder: Path) -> None:
+def test_command_does_not_import_torch(directory: Path) -> None:
     code = (
         "import sys; from elasticlib.launch.cli import main; "
         "status = main(['checkpoints', *sys.argv[1:]]); "
         "sys.exit(status or 10 * ('torch' in sys.modules))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(folder), "--verify"],
+        [sys.executable, "-c", code, str(directory), "--verify"],
         timeout=100,
         stdout=subprocess.DEVNULL,
     )

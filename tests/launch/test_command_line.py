@@ -1,4 +1,4 @@
-"""What --help costs, and what is said of a misspelt flag."""
+"""Help texts, and the suggestions for misspelt options and commands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elasticlib.launch.command_line import parse_command_line
 HEAVY = {"attrs", "torch", "elasticlib.launch.launch_config", "elasticlib.stores.interface"}
 
 
-def test_help_is_answered_before_what_a_job_needs_is_imported() -> None:
+def test_help_imports_neither_torch_nor_the_modules_of_a_job() -> None:
     code = (
         "import sys\n"
         "from elasticlib.launch.elasticrun import command\n"
@@ -26,7 +26,7 @@ def test_help_is_answered_before_what_a_job_needs_is_imported() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "meant"),
+    ("line", "suggestion"),
     [
         ("--max-restart 3 train.py", "--max-restarts"),
         ("--nproc=3 train.py", "--nproc-per-node"),
@@ -35,22 +35,22 @@ def test_help_is_answered_before_what_a_job_needs_is_imported() -> None:
         ("--lr 3 train.py", ""),
     ],
 )
-def test_a_misspelt_flag_is_answered_with_the_one_that_is_like_it(
-    line: str, meant: str, capsys: pytest.CaptureFixture[str]
+def test_misspelt_option_is_rejected_with_the_most_similar_one(
+    line: str, suggestion: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         parse_command_line(line.split())
-    said = capsys.readouterr().err
-    assert ended.value.code == 2
+    stderr = capsys.readouterr().err
+    assert exit_info.value.code == 2
     hint = (
-        f"did you mean {meant}?"
-        if meant
+        f"did you mean {suggestion}?"
+        if suggestion
         else "options of the training script go after the script name"
     )
-    assert said.endswith(f" ({hint})\n")
+    assert stderr.endswith(f" ({hint})\n")
 
 
-def test_of_a_command_line_without_a_script_the_script_alone_is_missing(
+def test_command_line_without_a_script_reports_only_the_missing_script(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit):
@@ -59,19 +59,19 @@ def test_of_a_command_line_without_a_script_the_script_alone_is_missing(
 
 
 @pytest.mark.parametrize(
-    ("line", "meant"),
+    ("line", "suggestion"),
     [("statsu", "status"), ("status --jsno", "--json"), ("checkpoints . --verfy", "--verify")],
 )
-def test_so_is_a_misspelt_command_and_a_flag_of_one(
-    line: str, meant: str, capsys: pytest.CaptureFixture[str]
+def test_misspelt_command_is_rejected_with_the_most_similar_one(
+    line: str, suggestion: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         main(line.split())
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.endswith(f" (did you mean {meant}?)\n")
+    assert exit_info.value.code == 2
+    assert capsys.readouterr().err.endswith(f" (did you mean {suggestion}?)\n")
 
 
-def test_help_names_the_script_and_its_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_describes_the_script_and_its_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_command_line(["--help"])
     lines = capsys.readouterr().out.splitlines()

@@ -1,4 +1,4 @@
-"""`elasticrun --dry-run`: what it says is what a launch would do, and nothing is started for it."""
+"""`elasticrun --dry-run`: it prints what a launch would use, and starts nothing."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
-# Where they are is known when they are made.
-PLACES = {
+# A launch chooses the values of these variables when it creates the resources that they name.
+CHOSEN_AT_START = {
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE"),
     *("ELASTICLIB_CHANNEL", "ELASTICLIB_SNAPSHOTS"),
 }
 
 
-def dry(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, dict[str, list[str]]]:
-    """The exit code, and each line's cells by its first."""
+def dry_run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, dict[str, list[str]]]:
+    """Return the exit code, and the cells of each line by the first cell."""
     code = command(["--dry-run", *args])
     rows: dict[str, list[str]] = {}
     for line in capsys.readouterr().out.splitlines():
@@ -43,13 +43,13 @@ def dry(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, dict[str, 
     return code, rows
 
 
-def test_each_setting_stands_beside_its_origin(
+def test_each_setting_is_printed_with_its_origin(
     script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PET_MAX_RESTARTS", "4")
     monkeypatch.setenv("PET_STANDALONE", "")
-    monkeypatch.setenv("PET_RDZV_ENDPOINT", "elsewhere")
-    code, rows = dry(capsys, "--nproc-per-node", "2", script, "--max-restarts", "9")
+    monkeypatch.setenv("PET_RDZV_ENDPOINT", "node0")
+    code, rows = dry_run(capsys, "--nproc-per-node", "2", script, "--max-restarts", "9")
     assert code == 0
     assert rows["--max-restarts"][1:] == ["4", "PET_MAX_RESTARTS"]
     assert rows["--standalone"][1:] == ["yes", "PET_STANDALONE"]
@@ -57,51 +57,51 @@ def test_each_setting_stands_beside_its_origin(
     assert rows["--drain-exit-code"][1:] == ["75", "default"]
     assert rows["--drain-signals"][1:] == ["SIGUSR2", "default"]
     assert rows["run"][1] == f"script {script} --max-restarts 9, start method forkserver"
-    assert "ignoring PET_RDZV_ENDPOINT=elsewhere: PET_STANDALONE runs a single-node job" in rows
+    assert "ignoring PET_RDZV_ENDPOINT=node0: PET_STANDALONE runs a single-node job" in rows
 
 
 @pytest.mark.faults
-def test_workers_find_in_their_environment_what_was_foretold(
+def test_workers_of_a_launch_have_the_printed_environment(
     script: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     flags = ["--standalone", "--nproc-per-node", "2", "--start-method", "spawn", "--rdzv-id", "j"]
-    code, rows = dry(capsys, *flags, script)
+    code, rows = dry_run(capsys, *flags, script)
     assert code == 0
     subprocess.run(
         [*ELASTICRUN, *flags, script, str(tmp_path)], check=True, timeout=60, env=os.environ
     )
     for rank in (0, 1):
         seen = json.loads((tmp_path / str(rank)).read_text())
-        told = {name for name, text in seen.items() if os.environ.get(name) != text}
-        assert not told - rows.keys()
-        for name in told & rows.keys():
+        changed = {name for name, text in seen.items() if os.environ.get(name) != text}
+        assert not changed - rows.keys()
+        for name in changed & rows.keys():
             value = rows[name][1]
-            if name in PLACES:
+            if name in CHOSEN_AT_START:
                 continue
             if value != "set by the rendezvous":
                 assert value == seen[name] or f"{seen[name]} (local rank {rank})" in value, name
 
 
-def test_an_elastic_job_says_what_only_the_meeting_can_tell(
+def test_values_that_only_the_rendezvous_determines_are_marked(
     script: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, rows = dry(capsys, "--nnodes", "1:4", "--rdzv-endpoint", "127.0.0.1:1", script)
+    code, rows = dry_run(capsys, "--nnodes", "1:4", "--rdzv-endpoint", "127.0.0.1:1", script)
     assert code == 0
     assert rows["RANK"][1] == rows["WORLD_SIZE"][1] == "set by the rendezvous"
-    _, rows = dry(capsys, "--nnodes", "2", "--node-rank", "1", "--master-addr", "::1", script)
+    _, rows = dry_run(capsys, "--nnodes", "2", "--node-rank", "1", "--master-addr", "::1", script)
     assert (rows["RANK"][1], rows["WORLD_SIZE"][1]) == ("1", "2")
 
 
-def test_a_command_line_that_cannot_work_is_refused_as_ever(
+def test_invalid_command_line_is_rejected_as_in_a_launch(
     script: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command(["--dry-run", "--nnodes", "3:1", script]) == 2
     assert "--nnodes must be MIN:MAX with 1 <= MIN <= MAX" in capsys.readouterr().err
 
 
-def test_it_imports_no_torch(script: str) -> None:
+def test_dry_run_does_not_import_torch(script: str) -> None:
     code = (
         "import sys; from elasticlib.launch.elasticrun import command\n"
         f"assert command(['--dry-run', '--standalone', {script!r}]) == 0\n"

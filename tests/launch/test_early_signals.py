@@ -1,4 +1,4 @@
-"""A node that is told to leave while it still starts leaves as one that was told later."""
+"""Signals that arrive while the launcher is still being imported take effect afterwards."""
 
 from __future__ import annotations
 
@@ -20,46 +20,48 @@ WORKER = ("--no-python", "sleep", "600")
 
 
 @pytest.fixture
-def gate(tmp_path: Path) -> Iterator[Path]:
-    """A folder in front of the path, with a module of ours that stops the import of another."""
-    pipe = tmp_path / "gate"
-    os.mkfifo(pipe)
+def import_gate(tmp_path: Path) -> Iterator[Path]:
+    """A directory with a pipe that an import waits for, see `block_import`."""
+    os.mkfifo(tmp_path / "gate")
     return tmp_path
 
 
-def stopped_at(module: str, folder: Path) -> dict[str, str]:
-    """An environment in which whoever first imports this module says so, and waits to go on."""
-    (folder / "sitecustomize.py").write_text(
+def block_import(module: str, directory: Path) -> dict[str, str]:
+    """Return an environment in which the first import of this module waits for the gate.
+
+    The import creates the file `reached` and then waits for a line in the pipe `gate`.
+    """
+    (directory / "sitecustomize.py").write_text(
         "import sys\n"
         "class Gate:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
         f"        if name == {module!r}:\n"
         "            sys.meta_path.remove(self)\n"
-        f"            open({str(folder / 'reached')!r}, 'w').close()\n"
-        f"            open({str(folder / 'gate')!r}).readline()\n"
+        f"            open({str(directory / 'reached')!r}, 'w').close()\n"
+        f"            open({str(directory / 'gate')!r}).readline()\n"
         "sys.meta_path.insert(0, Gate())\n"
     )
-    return {**os.environ, "PYTHONPATH": str(folder)}
+    return {**os.environ, "PYTHONPATH": str(directory)}
 
 
-def told_at(module: str, folder: Path, number: int, *flags: str) -> tuple[int, str]:
-    """The exit code, and what was said, of a launch told by a signal while it imports that."""
+def signal_during_import(module: str, directory: Path, number: int, *flags: str) -> tuple[int, str]:
+    """Send a signal to a launch while it imports this module; return its exit code and stderr."""
     command = (*RUN, *flags, *WORKER)
     node = subprocess.Popen(
-        command, env=stopped_at(module, folder), stderr=subprocess.PIPE, text=True
+        command, env=block_import(module, directory), stderr=subprocess.PIPE, text=True
     )
-    # Open for both: nobody who has ended is waited for.
-    gate = os.open(folder / "gate", os.O_RDWR)
+    # With O_RDWR, neither this open nor the write blocks if the launch has already exited.
+    import_gate = os.open(directory / "gate", os.O_RDWR)
     try:
-        wait_until(f"{module} to be imported", (folder / "reached").exists)
+        wait_until(f"{module} to be imported", (directory / "reached").exists)
         node.send_signal(number)
-        os.write(gate, b"\n")
-        said = node.communicate(timeout=100)[1]
+        os.write(import_gate, b"\n")
+        stderr = node.communicate(timeout=100)[1]
     finally:
         node.kill()
         node.wait()
-        os.close(gate)
-    return node.returncode, said
+        os.close(import_gate)
+    return node.returncode, stderr
 
 
 @pytest.mark.parametrize(
@@ -70,22 +72,24 @@ def told_at(module: str, folder: Path, number: int, *flags: str) -> tuple[int, s
         "elasticlib.launch.exit_summary",
     ],
 )
-def test_a_drain_that_comes_while_the_launcher_is_imported_drains_the_node(
-    module: str, gate: Path
+def test_drain_signal_during_the_import_of_the_launcher_drains_the_node(
+    module: str, import_gate: Path
 ) -> None:
-    code, said = told_at(module, gate, signal.SIGUSR2)
-    assert code == 75, said
-    assert "DRAINED: received SIGUSR2" in said
+    code, stderr = signal_during_import(module, import_gate, signal.SIGUSR2)
+    assert code == 75, stderr
+    assert "DRAINED: received SIGUSR2" in stderr
 
 
-def test_one_that_the_command_line_names_is_held_as_well(gate: Path) -> None:
+def test_signal_chosen_on_the_command_line_is_also_handled_after_the_import(
+    import_gate: Path,
+) -> None:
     number = signal.SIGRTMIN + 3
     flags = ("--drain-signals=SIGRTMIN+3", "--drain-exit-code=9")
-    code, said = told_at("elasticlib.launch.arguments", gate, number, *flags)
-    assert code == 9, said
-    assert "DRAINED: received SIGRTMIN+3" in said
+    code, stderr = signal_during_import("elasticlib.launch.arguments", import_gate, number, *flags)
+    assert code == 9, stderr
+    assert "DRAINED: received SIGRTMIN+3" in stderr
 
 
-def test_one_that_means_nothing_to_the_launch_does_what_it_always_did(gate: Path) -> None:
-    code, said = told_at("elasticlib.launch.arguments", gate, signal.SIGUSR1)
-    assert code == -signal.SIGUSR1, said
+def test_signal_that_the_launcher_does_not_handle_has_its_default_effect(import_gate: Path) -> None:
+    code, stderr = signal_during_import("elasticlib.launch.arguments", import_gate, signal.SIGUSR1)
+    assert code == -signal.SIGUSR1, stderr

@@ -1,4 +1,4 @@
-"""Launching from Python: values come back by global rank, failures as one error."""
+"""`elastic_launch`: it returns values by global rank, and raises failures as one error."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ def fail_on_rank_1(text: str) -> None:
     threading.Event().wait(60)
 
 
-def fail_once(folder: str) -> int:
-    first = Path(folder) / "first"
+def fail_once(directory: str) -> int:
+    first = Path(directory) / "first"
     if not first.exists():
         first.touch()
         raise RuntimeError("the first time")
     return int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
 
-def test_an_agent_at_rest_has_four_threads_of_which_one_serves_the_store() -> None:
+def test_idle_agent_has_four_threads_including_the_store_server() -> None:
     before = set(threading.enumerate())
     agents: queue.SimpleQueue[ElasticAgent] = queue.SimpleQueue()
 
@@ -73,12 +73,12 @@ def test_an_agent_at_rest_has_four_threads_of_which_one_serves_the_store() -> No
     wait_until("all threads to end", lambda: not names(), details=lambda: str(names()))
 
 
-def test_a_functions_values_come_back_by_global_rank() -> None:
+def test_return_values_of_a_function_have_global_ranks_as_keys() -> None:
     config = LaunchConfig(nproc_per_node=3, run_id="values")
     assert elastic_launch(config, rank_times)(10) == {0: 0, 1: 10, 2: 20}
 
 
-def test_a_file_that_launches_when_its_worker_imports_it_is_told_of_the_guard(
+def test_launch_without_a_main_guard_fails_with_the_remedy(
     tmp_path: Path,
 ) -> None:
     script = tmp_path / "unguarded.py"
@@ -92,7 +92,7 @@ def test_a_file_that_launches_when_its_worker_imports_it_is_told_of_the_guard(
     assert "put the launch under `if __name__ == '__main__':`" in done.stderr
 
 
-def test_a_failure_is_raised_with_its_first_cause_and_traceback() -> None:
+def test_failure_is_raised_with_its_root_cause_and_traceback() -> None:
     config = LaunchConfig(nproc_per_node=2, max_restarts=0, start_method="spawn")
     with pytest.raises(
         ChildFailedError, match=r"fail_on_rank_1: .*ValueError: not today"
@@ -107,11 +107,12 @@ def test_a_failure_is_raised_with_its_first_cause_and_traceback() -> None:
     assert error.cause is not None
     assert error.cause.rank == 1
     assert str(error).endswith("ValueError: not today")
-    again = pickle.loads(pickle.dumps(error))
-    assert (str(again), again.failures) == (str(error), error.failures)
+    copy = pickle.loads(pickle.dumps(error))
+
+    assert (str(copy), copy.failures) == (str(error), error.failures)
 
 
-def test_a_restart_is_counted_and_the_second_try_gives_the_value(tmp_path: Path) -> None:
+def test_failed_function_is_restarted_and_returns_its_value(tmp_path: Path) -> None:
     assert elastic_launch(LaunchConfig(max_restarts=1, start_method="spawn"), fail_once)(
         str(tmp_path)
     ) == {0: 1}
@@ -121,7 +122,7 @@ def import_nothing() -> None:
     import no_such_module  # noqa: F401
 
 
-def test_a_missing_module_is_reported_with_its_error_file(tmp_path: Path) -> None:
+def test_missing_module_is_reported_with_its_error_file(tmp_path: Path) -> None:
     config = LaunchConfig(max_restarts=0, log_dir=str(tmp_path))
     with pytest.raises(ChildFailedError, match="No module named 'no_such_module'") as caught:
         elastic_launch(config, import_nothing)()
@@ -130,16 +131,16 @@ def test_a_missing_module_is_reported_with_its_error_file(tmp_path: Path) -> Non
     assert json.loads(Path(failure.error_file).read_text()) == failure.error_file_data
 
 
-def train_one_step(folder: str, width: int) -> None:
+def train_one_step(directory: str, width: int) -> None:
     import torch
 
-    with CheckpointManager(folder) as manager:
+    with CheckpointManager(directory) as manager:
         model = torch.nn.Linear(width, 1)
         manager.restore({"model": model})
         manager.save(1, {"model": model}).wait()
 
 
-def test_a_model_that_does_not_fit_its_checkpoint_fails_with_the_reason(tmp_path: Path) -> None:
+def test_model_that_does_not_match_its_checkpoint_fails_with_the_reason(tmp_path: Path) -> None:
     launch = elastic_launch(LaunchConfig(max_restarts=0), train_one_step)
     launch(str(tmp_path), 2)
     with pytest.raises(ChildFailedError, match="size mismatch for weight") as caught:
@@ -148,8 +149,8 @@ def test_a_model_that_does_not_fit_its_checkpoint_fails_with_the_reason(tmp_path
     assert "StateMismatchError: rank 0 failed to restore step 1" in caught.value.result.reason
 
 
-def save_two_steps(folder: str, restores: bool) -> None:
-    with CheckpointManager(folder) as manager:
+def save_two_steps(directory: str, restores: bool) -> None:
+    with CheckpointManager(directory) as manager:
         state = {"step": 0}
         done = manager.restore(state).step if restores else 0
         for step in (done + 1, done + 2):
@@ -160,7 +161,7 @@ def save_two_steps(folder: str, restores: bool) -> None:
 
 
 @pytest.mark.parametrize("restores", [False, True])
-def test_a_script_that_saves_and_does_not_restore_is_told_so(
+def test_script_that_saves_without_restoring_gets_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, restores: bool
 ) -> None:
     elastic_launch(LaunchConfig(max_restarts=1), save_two_steps)(str(tmp_path), restores)
@@ -168,12 +169,12 @@ def test_a_script_that_saves_and_does_not_restore_is_told_so(
     assert (hint in caplog.text) is not restores
 
 
-def test_a_program_is_run_with_its_arguments(tmp_path: Path) -> None:
-    assert elastic_launch(LaunchConfig(), "touch")(tmp_path / "made") == {0: None}
-    assert (tmp_path / "made").exists()
+def test_program_runs_with_its_arguments(tmp_path: Path) -> None:
+    assert elastic_launch(LaunchConfig(), "touch")(tmp_path / "created") == {0: None}
+    assert (tmp_path / "created").exists()
 
 
-def test_what_cannot_be_sent_to_a_worker_is_refused() -> None:
+def test_function_that_cannot_be_pickled_is_rejected() -> None:
     with pytest.raises(ConfigError, match="must be picklable"):
         elastic_launch(LaunchConfig(), lambda: 1)()
 
@@ -187,7 +188,7 @@ def signal_the_launcher(number: int) -> None:
     ("number", "state"),
     [(signal.SIGTERM, WorkerState.STOPPED), (signal.SIGUSR2, WorkerState.DRAINED)],
 )
-def test_a_signal_ends_a_launch_by_the_exception_that_names_it(
+def test_signal_ends_a_launch_with_an_exception_that_names_it(
     number: signal.Signals, state: WorkerState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LAUNCHER", str(os.getpid()))
@@ -199,7 +200,7 @@ def test_a_signal_ends_a_launch_by_the_exception_that_names_it(
     assert not isinstance(error, ChildFailedError)
 
 
-def test_what_is_no_program_and_what_is_no_config_are_refused() -> None:
+def test_invalid_entrypoint_and_invalid_config_are_rejected() -> None:
     with pytest.raises(ConfigError, match="must be a function or a program, got None"):
         elastic_launch(LaunchConfig(), None)()  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="config must be a LaunchConfig, got 3"):
@@ -208,55 +209,57 @@ def test_what_is_no_program_and_what_is_no_config_are_refused() -> None:
         elastic_launch(LaunchConfig(), rank_times, object())  # type: ignore[arg-type]
 
 
-class Thing:
-    """An argument may be of a prompt as well, however deep in others."""
+class UserClass:
+    """The class of an argument, which may also be defined in a notebook."""
 
 
 @pytest.mark.parametrize("path", [None, "<stdin>"])
-@pytest.mark.parametrize("what", [rank_times, Thing])
-def test_what_is_of_a_notebook_or_a_prompt_is_refused_before_anything_starts(
-    path: str | None, what: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("definition", [rank_times, UserClass])
+def test_function_or_class_of_a_notebook_is_rejected_before_anything_starts(
+    path: str | None, definition: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     main = types.ModuleType("__main__")
     if path is not None:
         main.__file__ = path
-    main.__dict__[what.__name__] = what
+    main.__dict__[definition.__name__] = definition
     monkeypatch.setitem(sys.modules, "__main__", main)
-    monkeypatch.setattr(what, "__module__", "__main__")
-    given = (rank_times, 1) if what is rank_times else (len, [{"deep": Thing()}])
-    with pytest.raises(ConfigError, match=f"{what.__name__} of a notebook or a prompt cannot be"):
-        elastic_launch(LaunchConfig(), given[0])(given[1])
+    monkeypatch.setattr(definition, "__module__", "__main__")
+    call = (rank_times, 1) if definition is rank_times else (len, [{"deep": UserClass()}])
+    with pytest.raises(
+        ConfigError, match=f"{definition.__name__} of a notebook or a prompt cannot be"
+    ):
+        elastic_launch(LaunchConfig(), call[0])(call[1])
 
 
 def double(tensor: Any) -> Any:
     return tensor * 2
 
 
-def test_a_tensor_is_sent_and_comes_back() -> None:
-    # Not at the top, where each worker that looks for its function here would import it.
+def test_tensor_is_passed_to_a_worker_and_returned() -> None:
+    # At the top of the file, each worker that imports its function from here would import torch.
     import torch
 
     config = LaunchConfig(max_restarts=0, start_method="spawn")
     assert elastic_launch(config, double)(torch.ones(2))[0].tolist() == [2, 2]
 
 
-class CheckpointUnreadableError:
-    """Its pickle is written well in the worker, and cannot be read anywhere."""
+class Unloadable:
+    """A value that can be pickled in the worker, and whose pickle cannot be loaded anywhere."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return int, ("no number",)
 
 
-def give_unreadable() -> CheckpointUnreadableError:
-    return CheckpointUnreadableError()
+def return_unloadable() -> Unloadable:
+    return Unloadable()
 
 
-def test_a_value_that_cannot_be_read_is_a_failure_with_its_cause() -> None:
+def test_value_that_cannot_be_unpickled_is_a_failure_with_its_reason() -> None:
     with pytest.raises(ChildFailedError, match=r"cannot be read here: ValueError: invalid literal"):
-        elastic_launch(LaunchConfig(max_restarts=0, start_method="spawn"), give_unreadable)()
+        elastic_launch(LaunchConfig(max_restarts=0, start_method="spawn"), return_unloadable)()
 
 
-def test_a_folder_for_logs_that_cannot_be_made_is_refused() -> None:
+def test_log_dir_that_cannot_be_created_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"^log_dir '/dev/null/x' cannot be created"):
         elastic_launch(LaunchConfig(log_dir="/dev/null/x"), rank_times)(1)
 
@@ -268,12 +271,12 @@ elastic_launch(LaunchConfig(max_restarts=0, start_method="spawn"), "sh")("-c", s
 """
 
 
-def test_variables_of_torchs_agent_are_heeded_without_a_command_line(tmp_path: Path) -> None:
-    told = tmp_path / "told"
+def test_variables_of_torch_take_effect_without_a_command_line(tmp_path: Path) -> None:
+    record = tmp_path / "record"
     variables = {
         "USE_LIBUV": "0",
         "PYTHONPATH": WITHOUT_TORCH,
-        "STUB_TORCH_ARGUMENTS": str(told),
+        "STUB_TORCH_ARGUMENTS": str(record),
     }
     done = subprocess.run(
         [sys.executable, "-c", LAUNCHES, "true"],
@@ -284,4 +287,4 @@ def test_variables_of_torchs_agent_are_heeded_without_a_command_line(tmp_path: P
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads(told.read_text())["use_libuv"] is False
+    assert json.loads(record.read_text())["use_libuv"] is False

@@ -1,4 +1,4 @@
-"""The command, run as a user would: what workers see, where logs go, how it ends."""
+"""The `elasticrun` command in real jobs: environment of workers, log files and exit codes."""
 
 from __future__ import annotations
 
@@ -11,25 +11,16 @@ from pathlib import Path
 
 import pytest
 from etcd_server import EtcdServer, needs_etcd
-from jobs import Job, check_consistent_world
+from jobs import PROGRAMS, Job, check_consistent_world
+from launch_commands import DUMP_ENVIRONMENT, ELASTICRUN, SPAWN, run
 from ports import free_port
 
 from elasticlib import EtcdStore
-from elasticlib.testing.waiting import wait_until
 
 pytestmark = pytest.mark.faults
 
-PROGRAMS = Path(__file__).parents[1] / "programs"
-WARM = (sys.executable, "-m", "elasticlib.launch")
-# What runs here has no use for torch, which a fork server would import for two seconds.
-RUN = (*WARM, "--start-method=spawn")
-DUMP = """
-import json, os, sys
-folder = sys.argv[1]
-name = f"{folder}/{os.environ['RANK']}.json"
-json.dump(dict(os.environ), open(name, "w"))
-"""
-RECORDED = """
+
+FAIL_WITH_RECORD = """
 from torch.distributed.elastic.multiprocessing.errors import record
 @record
 def main():
@@ -38,48 +29,42 @@ main()
 """
 
 
-def run(*command: str, **extra: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, **extra}
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=100, env=environment, check=False
-    )
-
-
-def environments(folder: Path, *launcher: str, **extra: str) -> list[dict[str, str]]:
-    """What each of two workers saw of its environment."""
-    folder.mkdir()
-    (folder / "dump.py").write_text(DUMP)
-    script = (str(folder / "dump.py"), str(folder))
+def run_two_workers(directory: Path, *launcher: str, **extra: str) -> list[dict[str, str]]:
+    """Run a job of two workers and return the environment of each."""
+    directory.mkdir()
+    (directory / "dump.py").write_text(DUMP_ENVIRONMENT)
+    script = (str(directory / "dump.py"), str(directory))
     done = run(*launcher, "--standalone", "--nproc-per-node", "2", *script, **extra)
     assert done.returncode == 0, done.stderr
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-def test_workers_see_what_torchrun_shows_them(tmp_path: Path) -> None:
+def test_workers_have_the_environment_of_torchrun(tmp_path: Path) -> None:
     inherited = {"RANK": "5", "WORLD_SIZE": "9"}
-    theirs = environments(
-        tmp_path / "torch", sys.executable, "-m", "torch.distributed.run", **inherited
-    )
-    ours = environments(tmp_path / "elastic", *WARM, **inherited)
-    for their, our in zip(theirs, ours, strict=True):
-        told = {name for name in their if their[name] != os.environ.get(name)}
-        # The time of the signal names is torch's own affair, and its master address a host name.
-        told -= {"TORCHELASTIC_SIGNALS_TO_HANDLE", "OMP_NUM_THREADS"}
+    torchrun = (sys.executable, "-m", "torch.distributed.run")
+    expected_environments = run_two_workers(tmp_path / "torch", *torchrun, **inherited)
+    environments = run_two_workers(tmp_path / "elastic", *ELASTICRUN, **inherited)
+    for expected, environment in zip(expected_environments, environments, strict=True):
+        names = {name for name in expected if expected[name] != os.environ.get(name)}
+        # Only torch's own agent reads the first; elasticrun chooses another value for the second.
+        names -= {"TORCHELASTIC_SIGNALS_TO_HANDLE", "OMP_NUM_THREADS"}
+        # These differ between any two launches.
         vary = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"}
-        assert told <= set(our)
-        assert {n: our[n] for n in told - vary} == {n: their[n] for n in told - vary}
-        assert our["ELASTICLIB_GENERATION"] == "1"
+        assert names <= set(environment)
+        same = names - vary
+        assert {n: environment[n] for n in same} == {n: expected[n] for n in same}
+        assert environment["ELASTICLIB_GENERATION"] == "1"
 
 
-def test_logs_stand_where_torchrun_puts_them(tmp_path: Path) -> None:
+def test_log_files_have_the_paths_of_torchrun(tmp_path: Path) -> None:
     text = ("sh", "-c", "echo out $RANK; echo err $RANK >&2")
     flags = ("--rdzv-id", "job", "--log-dir", str(tmp_path), "-r", "3", "-t", "0:1")
     template = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "<${role_name} ${rank}> "}
-    done = run(*RUN, "--nproc-per-node", "2", *flags, "--no-python", *text, **template)
+    done = run(*SPAWN, "--nproc-per-node", "2", *flags, "--no-python", *text, **template)
     assert done.returncode == 0
-    (folder,) = tmp_path.glob("job_*/attempt_0")
-    found = {str(file.relative_to(folder)): file.read_text() for file in folder.rglob("*.log")}
-    assert found == {
+    (attempt,) = tmp_path.glob("job_*/attempt_0")
+    logs = {str(file.relative_to(attempt)): file.read_text() for file in attempt.rglob("*.log")}
+    assert logs == {
         "0/stdout.log": "out 0\n",
         "0/stderr.log": "err 0\n",
         "1/stdout.log": "out 1\n",
@@ -88,10 +73,10 @@ def test_logs_stand_where_torchrun_puts_them(tmp_path: Path) -> None:
     assert done.stdout == "<default 0> out 0\n"
 
 
-def test_torchs_record_names_the_cause_last_on_the_screen(tmp_path: Path) -> None:
+def test_last_line_of_the_console_is_the_error_that_record_caught(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(RECORDED)
-    done = run(*RUN, "--standalone", str(script))
+    script.write_text(FAIL_WITH_RECORD)
+    done = run(*SPAWN, "--standalone", str(script))
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     assert "exited with code 1: ValueError: the loss is not finite" in last
@@ -100,40 +85,49 @@ def test_torchs_record_names_the_cause_last_on_the_screen(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("flags", "sentence"),
+    ("flags", "message"),
     [
         ("--numa-binding node", "--numa-binding node: torch.numa cannot bind 2 workers"),
         ("--virtual-local-rank", "local rank 1 has none: CUDA_VISIBLE_DEVICES=0"),
     ],
 )
-def test_what_this_machine_cannot_give_is_refused_before_anything_starts(
-    tmp_path: Path, flags: str, sentence: str
+def test_missing_hardware_is_an_error_before_anything_starts(
+    tmp_path: Path, flags: str, message: str
 ) -> None:
     more = ("--nproc-per-node", "2", "--no-python", "touch", str(tmp_path / "started"))
-    done = run(*RUN, *flags.split(), *more, CUDA_VISIBLE_DEVICES="0")
+    done = run(*SPAWN, *flags.split(), *more, CUDA_VISIBLE_DEVICES="0")
     assert done.returncode == 2
-    assert sentence in done.stderr
+    assert message in done.stderr
     assert not (tmp_path / "started").exists()
 
 
-def test_the_installed_command_and_the_module_are_the_same() -> None:
+def test_installed_command_equals_the_module() -> None:
     installed = run(str(Path(sys.executable).with_name("elasticrun")), "--help")
     assert installed.returncode == 0
-    assert installed.stdout == run(*RUN, "--help").stdout
+    assert installed.stdout == run(*SPAWN, "--help").stdout
 
 
-def test_static_nodes_have_the_ranks_they_ask_for(job: Job) -> None:
-    place = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()))
-    nodes = [job.start_agent(f"n{rank}", *place, "--node-rank", str(rank)) for rank in (1, 0)]
-    places = job.wait_for_world(2)
-    check_consistent_world(places)
-    assert [place["node"] for place in places] == ["n0", "n1"]
+def test_static_nodes_have_the_requested_ranks(job: Job) -> None:
+    endpoint_flags = (
+        "--nnodes",
+        "2",
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        str(free_port()),
+    )
+    nodes = [
+        job.start_agent(f"n{rank}", *endpoint_flags, "--node-rank", str(rank)) for rank in (1, 0)
+    ]
+    reports = job.wait_for_world(2)
+    check_consistent_world(reports)
+    assert [report["node"] for report in reports] == ["n0", "n1"]
     job.finish()
     assert [node.exit_code() for node in nodes] == [0, 0]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
-def test_the_node_at_the_endpoint_hosts_the_store_by_address(job: Job, host: str) -> None:
+def test_node_with_the_address_of_the_endpoint_hosts_the_store(job: Job, host: str) -> None:
     flags = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{host}:{free_port()}")
     nodes = [job.start_agent(name, *flags) for name in "ab"]
     check_consistent_world(job.wait_for_world(2))
@@ -143,7 +137,7 @@ def test_the_node_at_the_endpoint_hosts_the_store_by_address(job: Job, host: str
     assert [node.exit_code() for node in nodes] == [0, 0]
 
 
-def test_two_jobs_on_one_port_are_told_apart_by_name(job: Job) -> None:
+def test_node_of_another_job_at_the_same_port_is_rejected_by_run_id(job: Job) -> None:
     endpoint = f"127.0.0.1:{free_port()}"
     first = job.start_agent("a", "--nnodes", "1", "--rdzv-id", "red", "--rdzv-endpoint", endpoint)
     job.wait_for_world(1)
@@ -154,12 +148,12 @@ def test_two_jobs_on_one_port_are_told_apart_by_name(job: Job) -> None:
     assert first.exit_code() == 0
 
 
-def test_a_node_that_comes_after_the_job_is_told_why_there_is_no_store(job: Job) -> None:
+def test_node_that_starts_after_the_job_has_finished_explains_the_missing_store(job: Job) -> None:
     endpoint = f"127.0.0.1:{free_port()}"
     job.finish()
     flags = ("--nnodes", "1:2", "--rdzv-endpoint", endpoint)
     assert job.start_agent("a", *flags).exit_code() == 0
-    # As on another machine, which cannot serve at that address.
+    # With is_host=false, the node cannot host the store, like a node on another machine.
     late = job.start_agent("late", *flags, "--rdzv-conf", "is_host=false,join_timeout=3")
     assert late.exit_code() == 1
     assert "the job is already over" in late.text
@@ -167,18 +161,18 @@ def test_a_node_that_comes_after_the_job_is_told_why_there_is_no_store(job: Job)
     assert "the store was never reached: if the job is already over" in late.text
 
 
-def test_a_folder_that_cannot_be_made_ends_the_launch_with_what_to_do(
+def test_store_directory_that_cannot_be_created_fails_with_the_remedy(
     job: Job, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
     flags = ("--rdzv-id", "job", "--rdzv-backend", "file", "--rdzv-endpoint")
-    launched = job.start_agent("a", "--nnodes", "1:2", *flags, str(tmp_path / "file" / "meeting"))
-    assert launched.exit_code() == 1
-    assert f"store folder {tmp_path}/file/meeting cannot be used" in launched.text
-    assert "choose a folder" in launched.text
+    node = job.start_agent("a", "--nnodes", "1:2", *flags, str(tmp_path / "file" / "store"))
+    assert node.exit_code() == 1
+    assert f"store folder {tmp_path}/file/store cannot be used" in node.text
+    assert "choose a folder" in node.text
 
 
-def test_other_settings_than_the_jobs_are_refused_by_name(job: Job) -> None:
+def test_node_with_other_settings_than_the_job_is_rejected_by_name(job: Job) -> None:
     endpoint = job.start_store()
     first = job.start_agent("a", "--nnodes", "1:2", "--rdzv-endpoint", endpoint)
     job.wait_for_world(1)
@@ -189,31 +183,29 @@ def test_other_settings_than_the_jobs_are_refused_by_name(job: Job) -> None:
     assert first.exit_code() == 0
 
 
-def test_the_host_of_the_store_serves_until_the_others_have_ended(job: Job) -> None:
+def test_store_host_serves_until_the_other_nodes_have_finished(job: Job) -> None:
     endpoint = f"127.0.0.1:{free_port()}"
     flags = ("--nnodes", "1:2", "--rdzv-endpoint", endpoint)
     host = job.start_agent("host", *flags)
-    wait_until("the store", lambda: "hosts the store" in host.text)
+    host.wait_for_log("hosts the store")
     guest = job.start_agent("guest", *flags)
     job.wait_for_world(2)
     (job.folder / "fail.host").touch()
-    alone = job.wait_for_world(1, after=1)
-    assert alone[0]["node"] == "guest"
-    wait_until(
-        "the host to say what it waits for", lambda: "serves the store until 1 node" in host.text
-    )
+    (survivor,) = job.wait_for_world(1, after=1)
+    assert survivor["node"] == "guest"
+    host.wait_for_log("serves the store until 1 node")
     job.finish()
     assert guest.exit_code() == 0
     assert host.exit_code() == 1
 
 
 @needs_etcd
-def test_nodes_meet_in_an_etcd_and_leave_only_records_there(job: Job, tmp_path: Path) -> None:
+def test_nodes_that_use_etcd_leave_records_and_no_leases_there(job: Job, tmp_path: Path) -> None:
     with EtcdServer(tmp_path / "etcd") as etcd:
         dead = f"127.0.0.1:{free_port()}"
         flags = ("--nnodes", "1:2", "--rdzv-backend", "etcd", "--rdzv-id", "job")
-        place = ("--rdzv-endpoint", f"{dead},{etcd.endpoint}")
-        nodes = [job.start_agent(name, *flags, *place) for name in "ab"]
+        endpoint_flags = ("--rdzv-endpoint", f"{dead},{etcd.endpoint}")
+        nodes = [job.start_agent(name, *flags, *endpoint_flags) for name in "ab"]
         check_consistent_world(job.wait_for_world(2))
         job.finish()
         assert [node.exit_code() for node in nodes] == [0, 0]
@@ -223,36 +215,36 @@ def test_nodes_meet_in_an_etcd_and_leave_only_records_there(job: Job, tmp_path: 
 
 
 @needs_etcd
-def test_a_killed_node_is_missed_in_an_etcd_after_its_lease(job: Job, tmp_path: Path) -> None:
+def test_killed_node_is_lost_after_its_lease_in_etcd_expires(job: Job, tmp_path: Path) -> None:
     with EtcdServer(tmp_path / "etcd") as etcd:
-        place = ("--rdzv-backend", "etcd-v2", "--rdzv-endpoint", etcd.endpoint)
-        flags = ("--nnodes", "1:2", "--rdzv-id", "job", *place)
+        endpoint_flags = ("--rdzv-backend", "etcd-v2", "--rdzv-endpoint", etcd.endpoint)
+        flags = ("--nnodes", "1:2", "--rdzv-id", "job", *endpoint_flags)
         conf = ("--rdzv-conf", "keep_alive_interval=0.5,keep_alive_max_attempt=4,etcd_prefix=/jobs")
         nodes = {name: job.start_agent(name, *flags, *conf) for name in "ab"}
         job.wait_for_world(2)
         nodes["a"].kill()
-        (alone,) = job.wait_for_world(1, after=1)
-        assert alone["node"] == "b"
+        (survivor,) = job.wait_for_world(1, after=1)
+        assert survivor["node"] == "b"
         job.finish()
         assert nodes["b"].exit_code() == 0
 
 
-def test_a_number_that_cannot_be_is_refused_by_an_optimised_python_too(tmp_path: Path) -> None:
+def test_invalid_number_is_rejected_by_an_optimised_python_too(tmp_path: Path) -> None:
     (script := tmp_path / "script.py").write_text("raise SystemExit('it was started')")
-    command = (sys.executable, "-O", "-m", "elasticlib.launch", "--max-restarts=-1", str(script))
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    optimised = (sys.executable, "-O", "-m", "elasticlib.launch")
+    done = run(*optimised, "--max-restarts=-1", str(script))
     assert done.returncode == 2
     assert "elasticrun: error: " in done.stderr
     assert "it was started" not in done.stderr
 
 
-def test_a_thread_that_is_inside_torch_at_the_end_does_not_abort_the_command() -> None:
-    ends = "import sys; from agent_inside_torch import main; sys.exit(main())"
+def test_thread_inside_torch_at_exit_does_not_abort_the_command() -> None:
+    code = "import sys; from agent_inside_torch import main; sys.exit(main())"
     job = ("--standalone", "--start-method=spawn", "--no-python", "true")
-    # Of five that end as interpreters do, one or more are nearly always aborted.
+    # Without the fix, at least one of five such processes is nearly always aborted.
     commands = [
-        subprocess.Popen([sys.executable, "-c", ends, *job], cwd=PROGRAMS, stderr=subprocess.PIPE)
+        subprocess.Popen([sys.executable, "-c", code, *job], cwd=PROGRAMS, stderr=subprocess.PIPE)
         for _ in range(5)
     ]
-    ended = [(process.communicate(timeout=100)[1], process.returncode) for process in commands]
-    assert [code for _, code in ended] == [0] * 5, ended
+    results = [(process.communicate(timeout=100)[1], process.returncode) for process in commands]
+    assert [returncode for _, returncode in results] == [0] * 5, results

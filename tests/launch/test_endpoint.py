@@ -1,4 +1,4 @@
-"""Endpoints as text: both ways, without loss."""
+"""Endpoints as text: parsing, joining and validation."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ hosts = st.sampled_from(["node7", "127.0.0.1", "::1", "fe80::1%eth0", "a.b.c"])
 
 
 @given(hosts, st.integers(0, 65535))
-def test_an_endpoint_comes_back_as_it_went(host: str, port: int) -> None:
+def test_splitting_a_joined_endpoint_returns_its_host_and_port(host: str, port: int) -> None:
     assert split_endpoint(join_endpoint(host, port)) == (host, port)
 
 
 @pytest.mark.parametrize(
-    ("text", "place"),
+    ("text", "expected"),
     [("h", ("h", 9)), ("[::1]", ("::1", 9)), ("::1", ("::1", 9)), (" h:5 ", ("h", 5))],
 )
-def test_a_port_may_be_left_out_where_one_is_the_default(text: str, place: tuple[str, int]) -> None:
-    assert split_endpoint(text, 9) == place
+def test_default_port_is_used_if_the_text_has_none(text: str, expected: tuple[str, int]) -> None:
+    assert split_endpoint(text, 9) == expected
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_a_port_may_be_left_out_where_one_is_the_default(text: str, place: tuple
         *("dummy.com:", "[::1]:", "[fe80::1%]:1", "[fe80::1%a b]:1", "h:5 6", "h: 5"),
     ],
 )
-def test_what_is_no_endpoint_is_refused(text: str) -> None:
+def test_malformed_endpoint_is_rejected(text: str) -> None:
     with pytest.raises(ConfigError, match="HOST:PORT"):
         split_endpoint(text)
 
@@ -45,7 +45,7 @@ def test_what_is_no_endpoint_is_refused(text: str) -> None:
         *("a-.b", "user@h", "h/x", "$HOST", "{head}", "256.1.1.1", "a.b..", ".".join("a" * 130)),
     ],
 )
-def test_what_no_resolver_takes_for_a_name_is_refused(host: str) -> None:
+def test_invalid_host_name_is_rejected(host: str) -> None:
     with pytest.raises(
         ConfigError, match="the host of an endpoint must be an IPv4 address or a host name"
     ):
@@ -55,16 +55,16 @@ def test_what_no_resolver_takes_for_a_name_is_refused(host: str) -> None:
 @pytest.mark.parametrize(
     "host", ["h.", "h_1.svc", "_h", "h" * 63, "straße.de", "10.0.0.1", "1a.2b", "xn--strae-oqa.de"]
 )
-def test_what_a_resolver_takes_is_left_to_it(host: str) -> None:
+def test_unusual_but_valid_host_name_is_accepted(host: str) -> None:
     assert split_endpoint(f"{host}:1") == (host, 1)
 
 
 PIECES = [*"aZ9_-.:[]%~ @/\n\t", "::", "fe80::1", "10.0.0.1", ":29400", "²"]
-ANY = st.text(max_size=30) | st.lists(st.sampled_from(PIECES), max_size=8).map("".join)
+ENDPOINT_TEXTS = st.text(max_size=30) | st.lists(st.sampled_from(PIECES), max_size=8).map("".join)
 
 
-@given(ANY, st.none() | st.integers(0, 65535))
-def test_any_text_is_an_endpoint_that_comes_back_or_is_refused(
+@given(ENDPOINT_TEXTS, st.none() | st.integers(0, 65535))
+def test_any_text_is_rejected_or_survives_splitting_and_joining(
     text: str, default: int | None
 ) -> None:
     try:
@@ -76,7 +76,7 @@ def test_any_text_is_an_endpoint_that_comes_back_or_is_refused(
     assert split_endpoint(join_endpoint(host, port)) == (host, port)
 
 
-def test_the_wildcard_address_is_known_in_all_of_its_spellings() -> None:
+def test_wildcard_address_is_recognized_in_all_spellings() -> None:
     spellings = "0.0.0.0 0 00 0x0 0.0 0.0X00.0 00.0.0.0 :: 0::0 ::0:0 ::ffff:0.0.0.0 ::%lo"
     assert [host for host in spellings.split() if not is_wildcard(host)] == []
     others = "0.0.0.1 10 127.0.0.1 ::1 h0 0x 0. ::ffff:10.0.0.1 0.0.0.0.0 localhost"

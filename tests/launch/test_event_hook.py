@@ -1,4 +1,4 @@
-"""The user's own function that is called with each event: `on_event` and `--on-event`."""
+"""A function of the user that the agent calls with each event: `on_event` and `--on-event`."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_invalid_function_is_rejected_with_the_config(name: str, message: str) -
         ("os:sep", "--on-event os:sep must be a function, got '/'"),
     ],
 )
-def test_function_that_cannot_be_imported_is_an_error_before_workers_start(
+def test_function_that_cannot_be_imported_is_an_error_before_anything_starts(
     name: str, message: str, job: Job
 ) -> None:
     agent = job.start(
@@ -134,7 +134,7 @@ def test_function_that_cannot_be_imported_is_an_error_before_workers_start(
     assert not [*job.folder.glob("report.*")]
 
 
-def test_a_command_line_passes_the_name_to_the_config(tmp_path: Path) -> None:
+def test_command_line_passes_the_name_to_the_config(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.touch()
     config, _ = parse(["--on-event", "charts:forward", str(script)])

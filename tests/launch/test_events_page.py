@@ -78,7 +78,7 @@ class RecordingRun:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A user's directory with the training script of the page."""
     (tmp_path / "train.py").write_text(TRAIN)
     monkeypatch.chdir(tmp_path)
@@ -92,15 +92,15 @@ def replace_module(monkeypatch: pytest.MonkeyPatch, name: str, **contents: objec
     monkeypatch.setitem(sys.modules, name, module)
 
 
-def test_the_launcher_writes_charts_and_failures_to_tensorboard(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_launcher_of_the_page_writes_charts_and_failures_to_tensorboard(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_installed = importlib.util.find_spec("tensorboard") is not None
     if not is_installed:
         replace_module(monkeypatch, "torch.utils.tensorboard", SummaryWriter=RecordingWriter)
     exec(CODE["launch.py"], {"__name__": "__main__"})
     if is_installed:
-        assert any(folder.glob("runs/events.out.tfevents.*"))
+        assert any(directory.glob("runs/events.out.tfevents.*"))
         return
     assert ("progress/loss", pytest.approx(1 / 3), 3) in RecordingWriter.scalars
     assert ("generation.started/world_size", 2.0, 0) in RecordingWriter.scalars
@@ -110,8 +110,8 @@ def test_the_launcher_writes_charts_and_failures_to_tensorboard(
     assert "ValueError: bad batch" in text
 
 
-def test_the_module_for_elasticrun_logs_to_wandb(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_module_of_the_page_logs_metrics_and_failures_to_wandb(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = RecordingRun()
 
@@ -123,7 +123,7 @@ def test_the_module_for_elasticrun_logs_to_wandb(
     names: dict[str, Any] = {}
     exec(CODE["wandb_events.py"], names)
     config = LaunchConfig(nproc_per_node=2, run_id="job7", on_event=names["forward"])
-    elastic_launch(config, Script(str(folder / "train.py")))()
+    elastic_launch(config, Script(str(directory / "train.py")))()
     assert run.step_metrics == {"*": "step"}
     assert run.logged[-1]["step"] == 3
     assert run.logged[-1]["loss"] == pytest.approx(1 / 3)
@@ -133,7 +133,7 @@ def test_the_module_for_elasticrun_logs_to_wandb(
     assert run.summary == {"state": "succeeded"}
 
 
-def test_the_page_names_fields_of_the_event() -> None:
+def test_page_names_all_fields_of_an_event() -> None:
     text, _ = read_page("guide/events.md")
     for field in attrs.fields(Event):
         assert f"`{field.name}`" in text

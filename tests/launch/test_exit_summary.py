@@ -1,4 +1,4 @@
-"""The lines at the end of a real run."""
+"""The summary that the launcher prints at the end of a real run."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ pytestmark = pytest.mark.faults
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "more"),
+    ("endpoint", "hint"),
     [("n1", ' (from other machines: "elasticlib status n1:29400")'), ("127.0.0.1:7", "")],
 )
-def test_a_run_of_several_nodes_says_how_to_see_it_from_a_login_node(
-    endpoint: str, more: str
+def test_multi_node_run_prints_the_status_command_for_other_machines(
+    endpoint: str, hint: str
 ) -> None:
     config = LaunchConfig(min_nodes=2, max_nodes=2, run_id="j", rdzv_endpoint=endpoint)
-    assert _remote_status_hint(config) == more
+    assert _remote_status_hint(config) == hint
     assert _remote_status_hint(LaunchConfig()) == ""
 
 
-def test_a_run_that_lost_a_worker_says_what_that_cost_and_where_to_read_more(job: Job) -> None:
+def test_run_that_lost_a_worker_prints_the_lost_time_and_the_report_command(job: Job) -> None:
     logs = job.folder / "logs"
     flags = ("--max-restarts", "1", "--rdzv-id", "a b", "--log-dir", str(logs))
     agent = job.start("a", *job.agent_command("--standalone", *flags), PYTHONPATH=WITHOUT_TORCH)
@@ -41,35 +41,35 @@ def test_a_run_that_lost_a_worker_says_what_that_cost_and_where_to_read_more(job
     job.wait_for_world(1, after=1)
     job.finish()
     assert agent.exit_code() == 0
-    (folder,) = logs.iterdir()
-    begun = agent.text.splitlines()[0]
-    assert begun.endswith("elasticrun: run a b started; status: \"elasticlib status 'a b'\"")
-    *_, first, generation, lost, places, last = agent.text.splitlines()
-    assert "s in 2 generations" in first
+    (directory,) = logs.iterdir()
+    started = agent.text.splitlines()[0]
+    assert started.endswith("elasticrun: run a b started; status: \"elasticlib status 'a b'\"")
+    *_, duration, generation, lost_time, files, last = agent.text.splitlines()
+    assert "s in 2 generations" in duration
     assert generation.startswith("  generation 2 after a failure, ")
     assert "was killed by SIGKILL" in generation
     assert re.match(
-        r"  time lost on this node: shutdown (under )?\d.*, rendezvous (under )?\d", lost
+        r"  time lost on this node: shutdown (under )?\d.*, rendezvous (under )?\d", lost_time
     )
-    assert places == f"logs and events in {folder}; more: elasticlib report 'a b'"
+    assert files == f"logs and events in {directory}; more: elasticlib report 'a b'"
     assert last == "elasticrun: SUCCEEDED: 1 node done"
-    history = read_history(folder)
-    assert [made.trigger for made in history.generations] == [
+    history = read_history(directory)
+    assert [generation.trigger for generation in history.generations] == [
         GenerationTrigger.START,
         GenerationTrigger.FAILURE,
     ]
     assert history.generations[1].cost.seconds > 0
 
 
-def test_a_run_that_lost_nothing_says_it_in_three_lines(job: Job) -> None:
-    command = job.agent_command("--standalone", "--rdzv-id", "calm")
+def test_undisturbed_run_prints_a_summary_of_three_lines(job: Job) -> None:
+    command = job.agent_command("--standalone", "--rdzv-id", "undisturbed")
     job.finish()
     agent = job.start("a", *command, PYTHONPATH=WITHOUT_TORCH, LOGLEVEL="ERROR")
     assert agent.exit_code() == 0
-    first, places, last = agent.text.splitlines()
-    assert " s in 1 generation, first workers started after imports " in first
-    assert places.startswith("events in ")
-    assert places.endswith("events.jsonl; more: elasticlib report calm")
+    duration, files, last = agent.text.splitlines()
+    assert " s in 1 generation, first workers started after imports " in duration
+    assert files.startswith("events in ")
+    assert files.endswith("events.jsonl; more: elasticlib report undisturbed")
     assert last == "elasticrun: SUCCEEDED: 1 node done"
 
 
@@ -82,20 +82,21 @@ def test_import_of_torch_is_not_counted_as_rendezvous(job: Job) -> None:
     command = job.agent_command("--standalone", "--start-method", "forkserver")
     agent = job.start("a", *command, PYTHONPATH=extend_pythonpath(torch.parent))
     assert agent.exit_code() == 0
-    found = agent.wait_for_log(r"generation 1: imports took (\S+) s, rendezvous took (\S+) s; ")
-    assert float(found.group(1)) > 2
-    (began,) = (e for e in job.events()[0] if e.kind == "generation.started")
-    assert 2 < began.data["import_seconds"] <= began.data["duration_seconds"]
+    line = agent.wait_for_log(r"generation 1: imports took (\S+) s, rendezvous took (\S+) s; ")
+    assert float(line.group(1)) > 2
+    assert float(line.group(2)) < float(line.group(1))
+    (event,) = (e for e in job.events()[0] if e.kind == "generation.started")
+    assert 2 < event.data["import_seconds"] <= event.data["duration_seconds"]
     assert re.search(r"first workers started after imports \d.* s, rendezvous ", agent.text)
 
 
-def test_a_run_without_events_names_no_report(job: Job) -> None:
+def test_run_without_events_prints_no_report_command(job: Job) -> None:
     job.finish()
     command = job.agent_command("--standalone", fields={"events": False})
     agent = job.start("a", *command, PYTHONPATH=WITHOUT_TORCH, LOGLEVEL="ERROR")
     assert agent.exit_code() == 0
-    first, last = agent.text.splitlines()
-    assert " s in 1 generation" in first
+    duration, last = agent.text.splitlines()
+    assert " s in 1 generation" in duration
     assert last == "elasticrun: SUCCEEDED: 1 node done"
 
 

@@ -1,4 +1,4 @@
-"""Where a launch keeps its events."""
+"""The directories in which launches record their events."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from elasticlib.launch.observability import open_journal
 from elasticlib.observe.runs import UNFINISHED_PREFIX, runs_dir
 
 
-def test_a_launch_clears_up_what_an_earlier_one_left_unfinished(
+def test_launch_removes_an_unfinished_directory_of_an_earlier_launch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    left = runs_dir() / f"{UNFINISHED_PREFIX}left"
-    left.mkdir(parents=True)
-    left.parent.chmod(0o700)
-    os.utime(left, (0, 0))
-    nobody: Any = None
-    with open_journal(LaunchConfig(run_id="job"), nobody, "n1") as journal:
-        assert [path.name for path in left.parent.iterdir()] == [Path(journal.path).parent.name]
+    leftover = runs_dir() / f"{UNFINISHED_PREFIX}left"
+    leftover.mkdir(parents=True)
+    leftover.parent.chmod(0o700)
+    os.utime(leftover, (0, 0))
+    no_setup: Any = None
+    with open_journal(LaunchConfig(run_id="job"), no_setup, "n1") as journal:
+        directories = [path.name for path in leftover.parent.iterdir()]
+        assert directories == [Path(journal.path).parent.name]

@@ -1,16 +1,15 @@
-"""`elasticrun.main` called from a program, as `torch.distributed.run.main` is: it raises."""
+"""`elasticrun.main` called from a program raises errors, as `torch.distributed.run.main` does."""
 
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from jobs import WITHOUT_TORCH
+from launch_commands import run
 
 pytestmark = pytest.mark.faults
 
@@ -22,7 +21,7 @@ try:
 except BaseException as error:
     print(json.dumps([type(error).__name__, str(error)]))
 """
-BOTH = """
+CALL_TORCHS_MAIN = """
 import sys
 from torch.distributed.run import main
 try:
@@ -33,56 +32,47 @@ except BaseException as error:
 """
 
 
-def call(code: str, *argv: str, **extra: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code, *argv],
-        env={**os.environ, **extra},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-
-
-def ours(*argv: str, **extra: str) -> list[str | None]:
-    done = call(CALL, *argv, PYTHONPATH=WITHOUT_TORCH, **extra)
-    found: list[str | None] = json.loads(done.stdout.splitlines()[-1])
-    return found
+def call_main(*argv: str, **extra: str) -> list[str | None]:
+    """Call `main` in a new process, and return the type and the message of what it raised."""
+    done = run(sys.executable, "-c", CALL, *argv, PYTHONPATH=WITHOUT_TORCH, **extra)
+    outcome: list[str | None] = json.loads(done.stdout.splitlines()[-1])
+    return outcome
 
 
 SHELL = ("--start-method=spawn", "--no-python", "sh", "-c")
 
 
-def test_success_is_to_return_and_nothing_else_is() -> None:
-    assert ours(*SHELL, "true") == ["returned", None]
+def test_main_returns_none_only_if_the_job_succeeds() -> None:
+    assert call_main(*SHELL, "true") == ["returned", None]
 
 
-def test_a_failed_job_raises_the_first_failure(tmp_path: Path) -> None:
-    left = tmp_path / "error.json"
-    kind, said = ours(*SHELL, "exit 3", TORCHELASTIC_ERROR_FILE=str(left))
-    assert (kind, "exited with code 3" in str(said)) == ("ChildFailedError", True)
-    assert "exited with code 3" in left.read_text()
+def test_failed_job_raises_the_first_failure(tmp_path: Path) -> None:
+    error_file = tmp_path / "error.json"
+    kind, message = call_main(*SHELL, "exit 3", TORCHELASTIC_ERROR_FILE=str(error_file))
+    assert (kind, "exited with code 3" in str(message)) == ("ChildFailedError", True)
+    assert "exited with code 3" in error_file.read_text()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
-def test_a_signal_raises_whether_it_stops_the_job_or_has_it_save_and_leave(
+def test_signal_that_stops_or_drains_the_job_raises_an_exception(
     number: signal.Signals,
 ) -> None:
-    # The shell that is the worker was started by the supervisor process, a child of the launcher.
+    # The worker is a shell, which the supervisor process has started, a child of the launcher.
     launcher = r"$(sed -n 's/^PPid:\t//p' /proc/$PPID/status)"
-    kind, said = ours(*SHELL, f"kill -{number.name[3:]} {launcher}; exec sleep 60")
-    assert (kind, number.name in str(said)) == ("SignalException", True)
+    kind, message = call_main(*SHELL, f"kill -{number.name[3:]} {launcher}; exec sleep 60")
+    assert (kind, number.name in str(message)) == ("SignalException", True)
 
 
-def test_a_command_line_that_cannot_work_raises_before_anything_starts(tmp_path: Path) -> None:
+def test_invalid_command_line_raises_before_anything_starts(tmp_path: Path) -> None:
     started = str(tmp_path / "started")
-    told = ours("--nnodes=0", "--no-python", "touch", started)
-    assert told == ["ConfigError", "--nnodes must be MIN:MAX with 1 <= MIN <= MAX, got '0'"]
-    assert ours("--no-such-flag", "--no-python", "touch", started) == ["SystemExit", "2"]
+    error = call_main("--nnodes=0", "--no-python", "touch", started)
+    assert error == ["ConfigError", "--nnodes must be MIN:MAX with 1 <= MIN <= MAX, got '0'"]
+    assert call_main("--no-such-flag", "--no-python", "touch", started) == ["SystemExit", "2"]
     assert not Path(started).exists()
 
 
 @pytest.mark.parametrize("worker", ["true", "exit 3"])
-def test_torchs_main_ends_in_the_same_way(worker: str) -> None:
+def test_main_raises_the_same_type_of_error_as_torchs_main(worker: str) -> None:
     argv = ("--standalone", "--no-python", "sh", "-c", worker)
-    assert call(BOTH, *argv).stdout.split() == [ours(*argv)[0]]
+    torchs = run(sys.executable, "-c", CALL_TORCHS_MAIN, *argv)
+    assert torchs.stdout.split() == [call_main(*argv)[0]]

@@ -1,4 +1,4 @@
-"""docs/migrate_from_torchrun.md, row by row: what it says of each flag and variable is so."""
+"""docs/migrate_from_torchrun.md: each row about an option or a variable is correct."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ ROWS = re.findall(r"^\| `(--[a-z-]+)`[^|]*\| (\w+) \| ", TEXT, re.MULTILINE)
 VARIABLES = dict(re.findall(r"^\| `([A-Z_]+)` \| (.*) \|$", TEXT, re.MULTILINE))
 LINES = [line for name, code in BLOCKS if name == "sh" for line in code.splitlines()]
 
-# Values that torchrun accepts and elasticrun rejects, for each flag that the page calls different.
 DIFFERENT = {
     "--rdzv-conf": "--rdzv-conf colour=red SCRIPT",
     "--standalone": "--standalone --rdzv-endpoint h:1 SCRIPT",
@@ -34,8 +33,10 @@ DIFFERENT = {
     "--master-port": "--master-port 1 --rdzv-backend c10d --rdzv-endpoint h:1 SCRIPT",
     "--signals-to-handle": "--signals-to-handle SIGSEGV SCRIPT",
 }
+"""Command lines that torchrun accepts and elasticrun rejects, for each "different" option."""
 UNSUPPORTED = {f"--{dest.replace('_', '-')}" for dest in UNSUPPORTED_TORCHRUN_OPTIONS}
-NEWEST = {"--log-line-prefix-template", "--print-completion"}  # flags that need torch 2.15
+NEWEST = {"--log-line-prefix-template", "--print-completion"}
+"""Options of torch 2.15, which the installed torchrun may not have."""
 SUPERSET = {
     "--rdzv-backend": "--rdzv-backend tcp SCRIPT",
     "--rdzv-endpoint": "--rdzv-endpoint h:1,g:1 SCRIPT",
@@ -50,45 +51,52 @@ SUPERSET = {
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's folder, with the scripts that the page's commands name."""
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's directory, with the scripts that the page's commands name."""
     for name in ("train.py", "train.sh", "old_script.py"):
         (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def test_page_lists_each_flag_of_torchrun_once_and_no_other() -> None:
+def test_page_lists_each_option_of_torchrun_once_and_no_other() -> None:
     flags = {
         next(name for name in action.option_strings if name.startswith("--"))
         for action in torchrun.get_args_parser()._actions
         if action.option_strings and action.dest != "help"
     }
     assert sorted(flag for flag, _ in ROWS) == sorted(flags | NEWEST)
-    assert {word for _, word in ROWS} == {"identical", "superset", "different", "unsupported"}
-    assert {flag for flag, word in ROWS if word == "unsupported"} == UNSUPPORTED
-    assert {flag for flag, word in ROWS if word == "different"} == set(DIFFERENT)
-    assert {flag for flag, word in ROWS if word == "superset"} == set(SUPERSET)
+    assert {relation for _, relation in ROWS} == {
+        "identical",
+        "superset",
+        "different",
+        "unsupported",
+    }
+    assert {flag for flag, relation in ROWS if relation == "unsupported"} == UNSUPPORTED
+    assert {flag for flag, relation in ROWS if relation == "different"} == set(DIFFERENT)
+    assert {flag for flag, relation in ROWS if relation == "superset"} == set(SUPERSET)
 
 
 @pytest.mark.parametrize("flag", DIFFERENT)
-def test_torchrun_accepts_and_elasticrun_rejects_a_value_of_a_different_flag(
-    flag: str, folder: Path
+def test_torchrun_accepts_and_elasticrun_rejects_a_value_of_a_different_option(
+    flag: str, directory: Path
 ) -> None:
-    words = [str(folder / "train.py") if w == "SCRIPT" else w for w in DIFFERENT[flag].split()]
+    words = [str(directory / "train.py") if w == "SCRIPT" else w for w in DIFFERENT[flag].split()]
     assert torchrun.parse_args(words).training_script == words[-1]
     with pytest.raises(ConfigError, match=re.escape(flag)):
         parse_launch(words, {})
 
 
 @pytest.mark.parametrize("flag", SUPERSET)
-def test_elasticrun_accepts_additional_values_of_a_superset_flag(flag: str, folder: Path) -> None:
-    words = [str(folder / "train.py") if w == "SCRIPT" else w for w in SUPERSET[flag].split()]
+def test_elasticrun_accepts_additional_values_of_a_superset_option(
+    flag: str, directory: Path
+) -> None:
+    words = [str(directory / "train.py") if w == "SCRIPT" else w for w in SUPERSET[flag].split()]
     assert parse_launch(words, {}).entrypoint == Script(words[-1])
 
 
-def test_the_page_has_each_variable_that_torchruns_sources_read() -> None:
-    """But for those that torchrun sets for the workers, and PET_*, which the flags have."""
+def test_page_lists_each_variable_that_the_sources_of_torchrun_read() -> None:
+    # Variables that torchrun sets for its workers, and PET_*, are not in the table.
     root = Path(torchrun.__file__).parent
     files = [root / "run.py", root / "launcher" / "api.py", *(root / "elastic").rglob("*.py")]
     text = "\n".join(file.read_text() for file in files)
@@ -97,41 +105,41 @@ def test_the_page_has_each_variable_that_torchruns_sources_read() -> None:
     (worker,) = workers = (Worker(0, 0, 0, 1, 1),)
     group = WorkerGroup(WorkerSpec(Script("x")), workers, "job", 1, 0, 1, "h", 1)
 
-    def told_where(inherited: dict[str, str]) -> set[str]:
+    def variables_of_worker(inherited: dict[str, str]) -> set[str]:
         return set(worker_environment(group, worker, inherited, error_file="", cores=1))
 
-    told = told_where({})
-    # torch passes them on; and a worker's own server is its own affair.
-    workers_own = {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "TORCH_WORKER_SERVER_SOCKET"}
-    workers_own |= read - told_where(dict.fromkeys(read, "1"))
-    assert read - told - workers_own <= set(VARIABLES)
+    set_for_workers = variables_of_worker({})
+    # torchrun passes the first two on, and only a worker uses the last one.
+    only_in_workers = {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "TORCH_WORKER_SERVER_SOCKET"}
+    only_in_workers |= read - variables_of_worker(dict.fromkeys(read, "1"))
+    assert read - set_for_workers - only_in_workers <= set(VARIABLES)
     assert set(VARIABLES) <= read | {"PYTHON_EXEC"}
 
 
 @pytest.mark.parametrize("name", sorted(VARIABLES))
-@pytest.mark.usefixtures("folder")
-def test_a_variable_without_effect_is_named_and_no_other(name: str) -> None:
+@pytest.mark.usefixtures("directory")
+def test_only_variables_without_effect_get_a_warning(name: str) -> None:
     values = {"PYTHON_EXEC": "python3", "LOGLEVEL": "INFO"}
     notes = parse_launch(["train.py"], {name: values.get(name, "1")}).settings.warnings
     warned = VARIABLES[name].startswith("a warning")
     assert [note.split(" ")[0] for note in notes] == [f"{name}=1"] * warned
 
 
-@pytest.mark.usefixtures("folder")
-def test_an_interpreter_that_there_is_not_is_refused() -> None:
+@pytest.mark.usefixtures("directory")
+def test_missing_interpreter_is_rejected() -> None:
     with pytest.raises(
         ConfigError, match=r"PYTHON_EXEC must be an interpreter on this machine, got '/no/python'"
     ):
         parse_launch(["train.py"], {"PYTHON_EXEC": "/no/python"})
-    # It is not asked for where no interpreter is, or our own.
+    # The variable is ignored if the launch uses no interpreter, or the one of the launcher.
     for flag in ("--no-python", "--run-path"):
         assert parse_launch([flag, "train.py"], {"PYTHON_EXEC": "/no/python"}).config
 
 
-@pytest.mark.usefixtures("folder")
-def test_the_pages_commands_are_what_they_say() -> None:
-    found = [parse_launch(shlex.split(line)[1:], {}) for line in LINES]
-    assert [launch.entrypoint for launch in found] == [
+@pytest.mark.usefixtures("directory")
+def test_commands_of_the_page_select_the_documented_entrypoints() -> None:
+    requests = [parse_launch(shlex.split(line)[1:], {}) for line in LINES]
+    assert [request.entrypoint for request in requests] == [
         Script("train.py", ("--epochs", "3")),
         Script("train.py"),
         Script("train.py"),
@@ -139,4 +147,5 @@ def test_the_pages_commands_are_what_they_say() -> None:
         Command("./train.sh", ("${local_rank}",)),
         Script("old_script.py", ("--local-rank=${local_rank}",)),
     ]
-    assert [launch.config.rdzv_backend for launch in found[:3]] == ["tcp", "tcp", "static"]
+    backends = [request.config.rdzv_backend for request in requests[:3]]
+    assert backends == ["tcp", "tcp", "static"]

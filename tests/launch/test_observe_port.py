@@ -1,4 +1,4 @@
-"""`--observe-port` and TORCHELASTIC_HEALTH_CHECK_PORT of real jobs."""
+"""The HTTP ports of real jobs: `--observe-port` and TORCHELASTIC_HEALTH_CHECK_PORT."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import signal
 import socket
 import sys
 import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
+from http_requests import get
 from jobs import PROGRAMS, WITHOUT_TORCH, Job, Node
 from ports import free_port
 
@@ -28,9 +28,9 @@ from elasticlib.observe.job_status import FIELDS
 from elasticlib.testing.waiting import wait_until
 
 pytestmark = pytest.mark.faults
-TALKER = str(PROGRAMS / "printing_worker.py")
+PRINTING_WORKER = str(PROGRAMS / "printing_worker.py")
 FLAGS = ("--standalone", "--nproc-per-node", "2", "--start-method", "spawn")
-STUCK = """
+BLOCK_SECOND_START = """
 import os, sys
 
 from elasticlib import LocalWorkers
@@ -38,7 +38,7 @@ from elasticlib.launch.arguments import parse
 from elasticlib.launch.console import start_logging
 from elasticlib.launch.elastic_launch import run_node
 
-class StuckWorkers(LocalWorkers):
+class BlockedWorkers(LocalWorkers):
     def start(self, group, ended):
         if group.attempt == 1:
             open(os.environ["GATE"]).read()  # until the test writes there
@@ -46,73 +46,65 @@ class StuckWorkers(LocalWorkers):
 
 start_logging("INFO", "%(message)s")
 config, entrypoint = parse(sys.argv[1:])
-workers = StuckWorkers(os.environ, start_method="spawn")
+workers = BlockedWorkers(os.environ, start_method="spawn")
 sys.exit(run_node(config, entrypoint, workers).exit_code)
 """
 
 
-def get(address: str, path: str) -> tuple[int, str]:
-    try:
-        with urllib.request.urlopen(f"http://{address}{path}", timeout=10) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode()
-
-
-def started(job: Job, *flags: str, **extra: str) -> Node:
-    command = job.agent_command(*FLAGS, *flags, program=TALKER)
+def start_agent(job: Job, *flags: str, **extra: str) -> Node:
+    command = job.agent_command(*FLAGS, *flags, program=PRINTING_WORKER)
     return job.start("a", *command, PYTHONPATH=WITHOUT_TORCH, **extra)
 
 
-def metric(text: str, name: str, labels: str = "") -> float | None:
-    found = re.search(rf"^{name}\{{[^}}]*{labels}[^}}]*\}} (\S+)$", text, re.MULTILINE)
-    return float(found.group(1)) if found else None
+def parse_metric(text: str, name: str, labels: str = "") -> float | None:
+    match = re.search(rf"^{name}\{{[^}}]*{labels}[^}}]*\}} (\S+)$", text, re.MULTILINE)
+    return float(match.group(1)) if match else None
 
 
-def test_a_job_tells_how_it_is_through_a_restart(job: Job) -> None:
-    agent = started(job, "--observe-port", "0", "--max-restarts", "1")
+def test_metrics_and_status_follow_a_restart(job: Job) -> None:
+    agent = start_agent(job, "--observe-port", "0", "--max-restarts", "1")
     address = agent.wait_for_log(r"at http://(127\.0\.0\.1:\d+)/healthz").group(1)
 
-    def shows(name: str, least: float, labels: str = "") -> bool:
-        value = metric(get(address, "/metrics")[1], name, labels)
-        return value is not None and value >= least
+    def has_reached(name: str, minimum: float, labels: str = "") -> bool:
+        value = parse_metric(get(address, "/metrics")[1], name, labels)
+        return value is not None and value >= minimum
 
-    wait_until("steps to be shown", lambda: shows("elasticlib_worker_step", 5, 'rank="1"'))
-    # It has grown smaller by more than nothing only if the agent's loop has answered.
     wait_until(
-        "the loop to be seen turning",
-        lambda: not shows("elasticlib_agent_loop_blocked_seconds", 0.3),
+        "step 5 in the metrics", lambda: has_reached("elasticlib_worker_step", 5, 'rank="1"')
+    )
+    wait_until(
+        "the event loop to be reported as running",
+        lambda: not has_reached("elasticlib_agent_loop_blocked_seconds", 0.3),
     )
     assert get(address, "/healthz") == (200, "RUNNING\n")
     (job.folder / "fail.1").touch()
-    wait_until("the restart to be shown", lambda: shows("elasticlib_restarts_total", 1))
+    wait_until("the restart in the metrics", lambda: has_reached("elasticlib_restarts_total", 1))
     _, text = get(address, "/metrics")
-    assert metric(text, "elasticlib_failures_total", 'kind="ordinary"') == 1
-    assert metric(text, "elasticlib_restarts_remaining") == 0
-    assert metric(text, "elasticlib_recovery_seconds_count", 'until="started"') == 1
-    assert metric(text, "elasticlib_generation") == 2
+    assert parse_metric(text, "elasticlib_failures_total", 'kind="ordinary"') == 1
+    assert parse_metric(text, "elasticlib_restarts_remaining") == 0
+    assert parse_metric(text, "elasticlib_recovery_seconds_count", 'until="started"') == 1
+    assert parse_metric(text, "elasticlib_generation") == 2
 
-    def status() -> dict[str, Any]:
+    def read_status() -> dict[str, Any]:
         code, text = get(address, "/status.json")
         assert code == 200
         return dict(json.loads(text))
 
-    # Workers are told of one by one, once their generation has begun.
+    # After a generation has started, the status lists its workers one by one.
     wait_until(
-        "both workers", lambda: [w["rank"] for w in status()["nodes"][0]["workers"]] == [0, 1]
+        "both workers", lambda: [w["rank"] for w in read_status()["nodes"][0]["workers"]] == [0, 1]
     )
-    said = status()
-    assert said.keys() == FIELDS.keys()
-    assert (said["version"], said["state"]) == (3, "RUNNING")
-    (node,) = said["nodes"]
+    status = read_status()
+    assert status.keys() == FIELDS.keys()
+    assert (status["version"], status["state"]) == (3, "RUNNING")
+    (node,) = status["nodes"]
     assert (node["healthy"], node["health_message"], node["pid"]) == (True, "RUNNING", agent.pid)
     job.finish()
     assert agent.exit_code() == 0
 
 
 def test_idle_clients_take_a_bounded_number_of_threads_and_do_not_disturb_the_job(job: Job) -> None:
-    agent = started(job, "--observe-port", "0")
+    agent = start_agent(job, "--observe-port", "0")
     port = int(agent.wait_for_log(r"at http://127\.0\.0\.1:(\d+)/healthz").group(1))
     wait_until("the workers", lambda: get(f"127.0.0.1:{port}", "/healthz") == (200, "RUNNING\n"))
     with pytest.raises(ConnectionRefusedError):
@@ -126,7 +118,7 @@ def test_idle_clients_take_a_bounded_number_of_threads_and_do_not_disturb_the_jo
         ]
         assert len([*threads.iterdir()]) <= before + MAX_CONNECTIONS + 1
         answers = [client.recv(1000) for client in clients]
-    # The others were disconnected without an answer, because they sent no request.
+    # The server closed the other connections without an answer, because no request arrived.
     num_refused = sum(answer.startswith(b"HTTP/1.0 503 ") for answer in answers)
     assert 0 < num_refused <= 2 * MAX_CONNECTIONS
     wait_until("an answer", lambda: get(f"127.0.0.1:{port}", "/healthz") == (200, "RUNNING\n"))
@@ -135,13 +127,13 @@ def test_idle_clients_take_a_bounded_number_of_threads_and_do_not_disturb_the_jo
 
 
 @pytest.mark.long
-def test_an_agent_whose_loop_is_stuck_is_not_well_until_it_turns_again(job: Job) -> None:
+def test_health_check_fails_while_the_event_loop_is_blocked(job: Job) -> None:
     gate = job.folder / "gate"
     os.mkfifo(gate)
     flags = (*FLAGS, "--observe-port", "0", "--max-restarts", "1")
     agent = job.start(
         "a",
-        *(sys.executable, "-c", STUCK, *flags, TALKER, str(job.folder)),
+        *(sys.executable, "-c", BLOCK_SECOND_START, *flags, PRINTING_WORKER, str(job.folder)),
         PYTHONPATH=WITHOUT_TORCH,
         GATE=str(gate),
     )
@@ -164,11 +156,11 @@ def test_an_agent_whose_loop_is_stuck_is_not_well_until_it_turns_again(job: Job)
         ("[::]:", ["127.0.0.1", "127.0.0.2", "[::1]"]),
     ],
 )
-def test_health_port_serves_health_alone_and_only_at_the_addresses_asked_for(
+def test_health_port_serves_only_health_and_only_at_the_given_address(
     job: Job, host: str, addresses: list[str]
 ) -> None:
     port = str(free_port("0.0.0.0"))
-    agent = started(job, TORCHELASTIC_HEALTH_CHECK_PORT=f"{host}{port}")
+    agent = start_agent(job, TORCHELASTIC_HEALTH_CHECK_PORT=f"{host}{port}")
     agent.wait_for_log(rf"at http://\S+:{port}/healthz, /")
     for address in ("127.0.0.1", "127.0.0.2", "[::1]"):
         for path in ("/", "/healthz"):
@@ -179,31 +171,31 @@ def test_health_port_serves_health_alone_and_only_at_the_addresses_asked_for(
                     get(f"{address}:{port}", path)
     for path in ("/metrics", "/status.json"):
         assert get(f"127.0.0.1:{port}", path)[0] == 404
-    # Before it has workers nobody may listen for signals yet.
+    # Before a worker runs, the agent may not handle signals yet.
     wait_until("a worker", lambda: list(job.folder.glob("printed.*")))
     agent.signal(signal.SIGTERM)
     assert agent.exit_code() == 143
 
 
-def test_a_port_that_is_taken_is_refused_before_anything_starts(
+def test_observe_port_in_use_is_an_error_before_anything_starts(
     job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        agent = started(job, "--observe-port", port)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        agent = start_agent(job, "--observe-port", port)
         assert agent.exit_code() == 2
         environment = {"TORCHELASTIC_HEALTH_CHECK_PORT": f"127.0.0.1:{port}"}
-        said = f"TORCHELASTIC_HEALTH_CHECK_PORT: cannot bind port {port} of 127.0.0.1"
-        # Of torch's variable other launches may have been told as well.
+        # This is only a warning, because other launches may share the environment variable.
         ObservabilityServer(LaunchConfig(), environment).close()
-        assert said in caplog.text
+        warning = f"TORCHELASTIC_HEALTH_CHECK_PORT: cannot bind port {port} of 127.0.0.1"
+        assert warning in caplog.text
     assert f"--observe-port: cannot bind port {port} of 127.0.0.1" in agent.text
     assert "in use" in agent.text
     assert not list(job.folder.glob("printed.*"))
 
 
 @pytest.mark.parametrize("text", ["65536", "x", "a:b", ":80", "1.2.3.4", "-1", "٣"])
-def test_what_is_no_port_is_refused_by_name(text: str, tmp_path: Path) -> None:
+def test_invalid_port_is_rejected_by_name(text: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"observe_port must be \[HOST:\]PORT"):
         LaunchConfig(observe_port=text)
     with pytest.raises(ConfigError, match=r"TORCHELASTIC_HEALTH_CHECK_PORT must be \[HOST:\]PORT"):
@@ -214,12 +206,11 @@ def test_what_is_no_port_is_refused_by_name(text: str, tmp_path: Path) -> None:
         parse([str(script)], {"PET_OBSERVE_PORT": text})
 
 
-def test_ports_are_read_with_and_without_a_host() -> None:
+def test_ports_are_accepted_with_and_without_a_host() -> None:
     assert LaunchConfig(observe_port=9400).observe_port == "9400"
     assert LaunchConfig(observe_port="[::1]:9400").observe_port == "[::1]:9400"
     assert LaunchConfig().observe_port is None
-    found = health_port({"TORCHELASTIC_HEALTH_CHECK_PORT": "8080"})
-    assert found == ("127.0.0.1", 8080)
+    assert health_port({"TORCHELASTIC_HEALTH_CHECK_PORT": "8080"}) == ("127.0.0.1", 8080)
     assert health_port({"TORCHELASTIC_HEALTH_CHECK_PORT": "0.0.0.0:8080"}) == ("0.0.0.0", 8080)
     assert health_port({}) is None
     assert health_port({"TORCHELASTIC_HEALTH_CHECK_PORT": "0"}) is None

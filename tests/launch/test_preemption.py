@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from metadata_server import KINDS, MACHINE, MetadataServer, serving
 
-from elasticlib.clock import monotonic
+from elasticlib.clock import monotonic, parse_utc
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import parse
 from elasticlib.launch.metadata_services import (
@@ -27,7 +27,6 @@ from elasticlib.launch.metadata_services import (
     find_service,
     read_instance_action,
     read_scheduled_event,
-    seconds_until,
 )
 from elasticlib.launch.preemption import PreemptionWatcher, open_source, watch_for_preemption
 from elasticlib.launch.preemption_notice import (
@@ -63,13 +62,21 @@ def test_a_service_has_no_notice_at_first_and_then_one_with_its_time(kind: str) 
     assert notice.deadline_s == pytest.approx(30.0, abs=2.0)
 
 
+def answer_without_http(listener: socket.socket) -> None:
+    """Answer one request with a line that is no HTTP."""
+    connection, _ = listener.accept()
+    with connection:
+        connection.recv(1000)
+        connection.sendall(b"hello\n\n")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("failure", ["status", "body", "long", "late", "no http", "refused"])
 def test_an_answer_that_no_service_gives_is_a_failure_and_not_a_notice(
     kind: str, failure: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("elasticlib.launch.metadata_services.REQUEST_TIMEOUT_S", 0.2)
-    monkeypatch.setattr("elasticlib.launch.metadata_services.AzureSource._TIMEOUT_S", 0.2)
+    monkeypatch.setattr("elasticlib.launch.metadata_services.AZURE_TIMEOUT_S", 0.2)
     with serving(kind) as (server, address):
         server.send_notice()
         match failure:
@@ -87,9 +94,11 @@ def test_an_answer_that_no_service_gives_is_a_failure_and_not_a_notice(
                 address = ("127.0.0.1", 1)
         if failure == "no http":
             with socket.create_server(("127.0.0.1", 0)) as plain:
-                threading.Thread(target=lambda: plain.accept()[0].sendall(b"hello\n\n")).start()
-                with pytest.raises(OSError, match=r"."):
+                thread = threading.Thread(target=answer_without_http, args=(plain,))
+                thread.start()
+                with pytest.raises(OSError, match=r"no HTTP answer"):
                     SOURCES[kind](plain.getsockname()).poll()
+                thread.join()
             return
         with pytest.raises(OSError, match=r"."):
             SOURCES[kind](address).poll()
@@ -128,9 +137,12 @@ def test_the_time_of_an_aws_notice_is_read_and_bounded() -> None:
     assert read_instance_action({"action": "hibernate"}).deadline_s == 0
 
 
-def test_a_time_without_a_zone_is_in_utc() -> None:
-    now = datetime(2026, 1, 1, 12, 0, tzinfo=timezone.utc)
-    assert seconds_until(datetime(2026, 1, 1, 12, 1), now=now) == 60
+def test_times_of_the_services_are_in_utc() -> None:
+    at = datetime(2026, 1, 2, 12, 1, tzinfo=timezone.utc).timestamp()
+    for text in ("2026-01-02T12:01:00Z", "2026-01-02T12:01:00", "Fri, 02 Jan 2026 12:01:00 GMT"):
+        assert parse_utc(text) == at
+    with pytest.raises(ValueError, match=r"."):
+        parse_utc("soon")
 
 
 def test_maintenance_of_a_gcp_machine_is_a_notice_of_an_hour() -> None:
@@ -278,19 +290,19 @@ def test_a_function_returns_a_notice_a_text_or_nothing(monkeypatch: pytest.Monke
     [
         ("amazon", "--preemption-notice must be one of auto, aws, .*, got 'amazon'"),
         ("file:", "--preemption-notice must be one of .* file:PATH"),
-        ("aws:now", None),
+        ("aws:now", "--preemption-notice must be one of .*, got 'aws:now'"),
         ("", "--preemption-notice must be one of"),
     ],
 )
-def test_a_value_that_names_no_source_is_rejected(value: str, message: str | None) -> None:
-    arguments = ["--standalone", f"--preemption-notice={value}", "-m", "json"]
-    if message is None:  # a function of a module `aws` is found to be missing at the start
-        parse(arguments)
-        with pytest.raises(ConfigError, match="cannot be imported"):
-            open_source(value)
-        return
+def test_a_value_that_names_no_source_is_rejected(value: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        parse(arguments)
+        parse(["--standalone", f"--preemption-notice={value}", "-m", "json"])
+
+
+def test_a_function_that_cannot_be_imported_is_found_at_the_start() -> None:
+    parse(["--standalone", "--preemption-notice=no_such_module:function", "-m", "json"])
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        open_source("no_such_module:function")
 
 
 # -- the watch ------------------------------------------------------------------------------------

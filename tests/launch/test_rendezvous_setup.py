@@ -1,4 +1,4 @@
-"""How long the host of a store stays for the others, once it has left."""
+"""The node that hosts the store keeps serving the other nodes after it has left the job."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ from elasticlib.launch.rendezvous_setup import RendezvousSetup
 from elasticlib.rendezvous.interface import RendezvousInfo
 from elasticlib.testing.waiting import wait_until
 
-CLOSE = 0.2
-TIMING = RendezvousTimeouts(lease_ttl=30.0, keep_alive_interval=0.1, close_timeout=CLOSE)
+CLOSE_TIMEOUT_S = 0.2
+TIMEOUTS = RendezvousTimeouts(
+    lease_ttl=30.0, keep_alive_interval=0.1, close_timeout=CLOSE_TIMEOUT_S
+)
 
 
-class Unserved:
-    """In place of torch's store, which nobody here asks for anything."""
+class UnusedBootstrapStore:
+    """A substitute for torch's store, which these tests do not use."""
 
     port = 1
 
@@ -36,10 +38,10 @@ class Unserved:
         pass
 
 
-class Departure:
-    """Of a job of two nodes, the one that hosts the store has left, and serves on."""
+class DepartedHost:
+    """A job of two nodes whose store host has left the job and still serves the store."""
 
-    def __init__(self, least: int) -> None:
+    def __init__(self, min_nodes: int) -> None:
         self.store = MemoryStore()
         self.pool = ThreadPoolExecutor()
         self.host, self.other = (
@@ -47,65 +49,78 @@ class Departure:
                 self.store,
                 "job",
                 Node(id=name, host=name, address="127.0.0.1", slots=1),
-                RendezvousSettings(min_nodes=least, max_nodes=2),
-                timeouts=TIMING,
-                open_bootstrap_store=Unserved,
+                RendezvousSettings(min_nodes=min_nodes, max_nodes=2),
+                timeouts=TIMEOUTS,
+                open_bootstrap_store=UnusedBootstrapStore,
             )
             for name in ("host", "other")
         )
         both = [self.pool.submit(handler.next_rendezvous) for handler in (self.host, self.other)]
         assert {info.result(60).world_size for info in both} == {2}
         self.host.shutdown()
-        wait_until("the other hears of it", lambda: self.other.wait_for_change(0.1))
+        wait_until("the other node to detect the change", lambda: self.other.wait_for_change(0.1))
         self.next: Future[RendezvousInfo] | None = None
 
     def serve(self, *, stop_after: float | None, stop_timeout: float) -> float:
-        """How long the host serves, where the other stops its workers after so many seconds."""
-        began = time.monotonic()
+        """Serve the store, and return for how many seconds the host served it.
 
-        def go_on() -> bool:
-            due = stop_after is not None and time.monotonic() - began >= stop_after
-            if due and self.next is None:
-                # It has stopped its workers, and waits for the next generation from now on.
+        Args:
+            stop_after: the other node has stopped its workers after this many seconds, and joins
+                the next rendezvous. None: it never does.
+            stop_timeout: time that the host allows the other node for stopping its workers.
+        """
+        start = time.monotonic()
+
+        def join_next_rendezvous() -> bool:
+            is_due = stop_after is not None and time.monotonic() - start >= stop_after
+            if is_due and self.next is None:
                 self.next = self.pool.submit(self.other.next_rendezvous)
             return False
 
         with TcpStoreServer("127.0.0.1", 0) as server:
-            meeting = RendezvousSetup(self.host, self.store, server, "job", "host")
-            meeting.serve_until_handover(
-                go_on, TIMING, min_remaining_nodes=1, stop_timeout=stop_timeout
+            setup = RendezvousSetup(self.host, self.store, server, "job", "host")
+            setup.serve_until_handover(
+                join_next_rendezvous, TIMEOUTS, min_remaining_nodes=1, stop_timeout=stop_timeout
             )
-        assert (self.next is not None) == (stop_after is not None), "the store was gone by then"
-        return time.monotonic() - began
+        assert (self.next is not None) == (stop_after is not None), "the host stopped too early"
+        return time.monotonic() - start
 
-    def end(self) -> None:
+    def close(self) -> None:
         self.other.shutdown()
         self.pool.shutdown()
 
 
 @pytest.fixture(params=[1])
-def departure(request: pytest.FixtureRequest) -> Iterator[Departure]:
-    made = Departure(request.param)
-    yield made
-    made.end()
+def departed_host(request: pytest.FixtureRequest) -> Iterator[DepartedHost]:
+    departed_host = DepartedHost(request.param)
+    yield departed_host
+    departed_host.close()
 
 
-def test_a_host_serves_for_as_long_as_the_others_may_take_to_stop_their_workers_and_meet(
-    departure: Departure,
+def test_host_serves_until_the_other_node_has_joined_the_next_rendezvous(
+    departed_host: DepartedHost,
 ) -> None:
-    assert 3 * CLOSE <= departure.serve(stop_after=3 * CLOSE, stop_timeout=60.0) < 30.0
-    assert departure.next is not None
-    assert departure.next.result(60).world_size == 1
+    assert (
+        3 * CLOSE_TIMEOUT_S
+        <= departed_host.serve(stop_after=3 * CLOSE_TIMEOUT_S, stop_timeout=60.0)
+        < 30.0
+    )
+    assert departed_host.next is not None
+    assert departed_host.next.result(60).world_size == 1
 
 
-@pytest.mark.parametrize("departure", [2], indirect=True)
-def test_others_who_have_stopped_but_do_not_meet_are_served_for_the_close_timeout(
-    departure: Departure,
+@pytest.mark.parametrize("departed_host", [2], indirect=True)
+def test_host_serves_for_the_close_timeout_if_the_rendezvous_cannot_complete(
+    departed_host: DepartedHost,
 ) -> None:
-    assert CLOSE < departure.serve(stop_after=0.1, stop_timeout=60.0) < 30.0
+    assert CLOSE_TIMEOUT_S < departed_host.serve(stop_after=0.1, stop_timeout=60.0) < 30.0
 
 
-def test_others_who_never_stop_their_workers_are_served_for_as_long_as_a_stop_may_take(
-    departure: Departure,
+def test_host_serves_for_the_stop_timeout_if_the_other_node_never_stops_its_workers(
+    departed_host: DepartedHost,
 ) -> None:
-    assert 3 * CLOSE <= departure.serve(stop_after=None, stop_timeout=2 * CLOSE) < 30.0
+    assert (
+        3 * CLOSE_TIMEOUT_S
+        <= departed_host.serve(stop_after=None, stop_timeout=2 * CLOSE_TIMEOUT_S)
+        < 30.0
+    )

@@ -1,4 +1,4 @@
-"""Readable ids of jobs that were given none."""
+"""Readable run ids, which the launcher generates for jobs without an id."""
 
 from __future__ import annotations
 
@@ -79,12 +79,12 @@ def test_a_launch_from_python_without_an_id_is_named_after_its_function(
 def test_a_job_of_up_to_one_node_in_a_shared_store_gets_an_id_if_it_is_empty(
     tmp_path: Path,
 ) -> None:
-    place = {"rdzv_backend": "file", "rdzv_endpoint": str(tmp_path / "store")}
-    config = LaunchConfig(run_id="", start_method="spawn", **place)
+    store = {"rdzv_backend": "file", "rdzv_endpoint": str(tmp_path / "store")}
+    config = LaunchConfig(run_id="", start_method="spawn", **store)
     assert elastic_launch(config, train)()[0].startswith("train-")
 
 
-def test_an_id_that_is_given_is_used_and_several_nodes_share_the_default(tmp_path: Path) -> None:
+def test_given_id_is_used_and_multi_node_jobs_share_the_default(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.touch()
     assert parse(["--rdzv-id", "job7", str(script)])[0].run_id == "job7"

@@ -1,7 +1,7 @@
-"""The same command is started again after the run of its job id has ended.
+"""The same command is started again after the run of its job id has finished.
 
-A node that starts while no node of the ended run is alive starts a new run. A node that was part of
-the ended run, or that starts while a node of it is still alive, gets the ended run's result.
+A node that starts while no node of the finished run is alive starts a new run. A node that was part
+of the finished run, or that starts while a node of it is still alive, gets the result of that run.
 """
 
 from __future__ import annotations
@@ -33,41 +33,43 @@ RUN_ID = "same"
 
 
 @attrs.frozen
-class Place:
-    """A store that outlives the runs of a job: the flags that name it, and a client of it."""
+class PersistentStore:
+    """A store that outlives the runs of a job: the flags that select it, and its clients."""
 
     flags: tuple[str, ...]
     open: Callable[[], Store]
 
 
 @pytest.fixture(params=["file", "tcp", pytest.param("etcd", marks=needs_etcd)])
-def place(request: pytest.FixtureRequest, job: Job, tmp_path: Path) -> Iterator[Place]:
+def store(request: pytest.FixtureRequest, job: Job, tmp_path: Path) -> Iterator[PersistentStore]:
     if request.param == "file":
-        folder = str(tmp_path / "meeting")
-        flags = ("--rdzv-backend", "file", "--rdzv-endpoint", folder)
-        yield Place(flags, lambda: FileStore(folder))
+        directory = str(tmp_path / "store")
+        flags = ("--rdzv-backend", "file", "--rdzv-endpoint", directory)
+        yield PersistentStore(flags, lambda: FileStore(directory))
     elif request.param == "tcp":
         endpoint = job.start_store()
-        yield Place(("--rdzv-endpoint", endpoint), lambda: TcpStore(*split_endpoint(endpoint)))
+        yield PersistentStore(
+            ("--rdzv-endpoint", endpoint), lambda: TcpStore(*split_endpoint(endpoint))
+        )
     else:
         with EtcdServer(tmp_path / "etcd") as etcd:
             flags = ("--rdzv-backend", "etcd", "--rdzv-endpoint", etcd.endpoint)
-            yield Place(flags, lambda: EtcdStore(etcd.endpoint))
+            yield PersistentStore(flags, lambda: EtcdStore(etcd.endpoint))
 
 
-def ran(job: Job) -> dict[str, list[tuple[str, str]]]:
-    """The generation and the restart count of each worker that ran, by the run's incarnation."""
-    found: dict[str, list[tuple[str, str]]] = {}
+def read_workers(job: Job) -> dict[str, list[tuple[str, str]]]:
+    """Return the generation and restart count of each worker, by the incarnation of its run."""
+    workers: dict[str, list[tuple[str, str]]] = {}
     for line in (job.folder / "ran").read_text().splitlines():
         incarnation, generation, restarts = line.split()
-        found.setdefault(incarnation, []).append((generation, restarts))
-    return found
+        workers.setdefault(incarnation, []).append((generation, restarts))
+    return workers
 
 
-def test_the_same_command_trains_again_after_success_and_after_failure(
-    job: Job, place: Place
+def test_same_command_trains_again_after_success_and_after_failure(
+    job: Job, store: PersistentStore
 ) -> None:
-    flags = (*place.flags, "--rdzv-id", RUN_ID, "--nnodes", "1:2", "--max-restarts", "1")
+    flags = (*store.flags, "--rdzv-id", RUN_ID, "--nnodes", "1:2", "--max-restarts", "1")
     command = (sys.executable, "-m", "elasticlib.launch", *flags, "--no-python", "sh", "-c")
 
     def start(name: str) -> Node:
@@ -82,40 +84,42 @@ def test_the_same_command_trains_again_after_success_and_after_failure(
     assert codes == [0, 0, 1, 1, 0], job.logs
     # Each run has an incarnation, generations and a budget of one restart of its own.
     once, twice = [("1", "0")], [("1", "0"), ("2", "1")]
-    assert list(ran(job).values()) == [once, once, twice, twice, once]
+    assert list(read_workers(job).values()) == [once, once, twice, twice, once]
     assert "no workers ran" not in job.logs
-    # Its events are shown without those of the earlier runs.
+    # `job.events` reads the events of the newest run only.
     (events,) = job.events(RUN_ID)
     assert [e.data["state"] for e in events if e.kind == "run.finished"] == ["succeeded"]
 
 
-def test_the_same_command_trains_again_after_all_nodes_were_killed(job: Job, place: Place) -> None:
-    # As when a scheduler ends all nodes of a job at once and starts the job again.
-    flags = (*place.flags, "--rdzv-id", RUN_ID, "--nnodes", "1:2")
+def test_same_command_trains_again_after_all_nodes_were_killed(
+    job: Job, store: PersistentStore
+) -> None:
+    # A scheduler may kill all nodes of a job at once and start the job again.
+    flags = (*store.flags, "--rdzv-id", RUN_ID, "--nnodes", "1:2")
     fast = ("--rdzv-conf", "keep_alive_interval=0.2")
     killed = [job.start_agent(name, *flags, *fast) for name in "ab"]
     job.wait_for_world(2)
     for node in killed:
         node.kill()
     started = [job.start_agent(name, *flags, *fast) for name in "cd"]
-    places = job.wait_for_world(2, after=1)
-    assert sorted(place["node"] for place in places) == ["c", "d"]
+    reports = job.wait_for_world(2, after=1)
+    assert sorted(report["node"] for report in reports) == ["c", "d"]
     job.finish()
     assert [node.exit_code() for node in started] == [0, 0]
 
 
-def test_a_node_that_starts_while_a_node_of_the_ended_run_lives_gets_its_result(
-    job: Job, place: Place
+def test_node_that_starts_while_a_node_of_the_finished_run_is_alive_gets_its_result(
+    job: Job, store: PersistentStore
 ) -> None:
     # The lease outlasts the test, so that the stopped spare counts as alive.
     lease = ("--rdzv-conf", "keep_alive_interval=0.5,keep_alive_max_attempt=1000")
-    flags = (*place.flags, "--rdzv-id", RUN_ID, "--nnodes", "1", *lease)
+    flags = (*store.flags, "--rdzv-id", RUN_ID, "--nnodes", "1", *lease)
     member = job.start_agent("member", *flags)
     workers = job.wait_for_world(1)
     spare = job.start_agent("spare", *flags)
     nodes = StoreKeys(RUN_ID).node()
-    with place.open() as store:
-        wait_until("the spare to be announced", lambda: len(store.list(nodes).entries) == 2)
+    with store.open() as client:
+        wait_until("the spare to be announced", lambda: len(client.list(nodes).entries) == 2)
     spare.signal(signal.SIGSTOP)
     job.finish()
     assert member.exit_code() == 0

@@ -1,17 +1,15 @@
-"""The secret of a job: where it is read from, whom it keeps out, and who never gets to see it."""
+"""The secret of a job: its sources, the nodes that it rejects, and processes that never see it."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from jobs import Job, check_consistent_world
+from launch_commands import DUMP_ENVIRONMENT, SPAWN, run
 from ports import free_port
-from test_elasticrun import DUMP, RUN
 
 from elasticlib.errors import ConfigError
 from elasticlib.launch.endpoints import read_secret
@@ -19,39 +17,44 @@ from elasticlib.launch.launch_config import LaunchConfig
 from elasticlib.launch.rendezvous_setup import open_rendezvous
 
 VARIABLE = "ELASTICLIB_SECRET"
-S = b"sixteen or more bytes"
+SECRET = b"sixteen or more bytes"
 
 
 @pytest.mark.parametrize(
     ("content", "secret"),
-    [(S + b"\n", S), (S, S), (S + b"\n\n", S + b"\n"), (b" " + S + b" \xff", b" " + S + b" \xff")],
+    [
+        (SECRET + b"\n", SECRET),
+        (SECRET, SECRET),
+        (SECRET + b"\n\n", SECRET + b"\n"),
+        (b" " + SECRET + b" \xff", b" " + SECRET + b" \xff"),
+    ],
 )
-def test_a_file_is_the_secret_but_for_one_newline(
+def test_secret_is_the_content_of_a_file_without_one_final_newline(
     tmp_path: Path, content: bytes, secret: bytes
 ) -> None:
     (tmp_path / "secret").write_bytes(content)
     assert read_secret({}, str(tmp_path / "secret"), "--secret-file") == secret
 
 
-def test_the_environment_gives_the_same_bytes_as_a_file() -> None:
-    given = {VARIABLE: S.decode() + "\udcff"}
-    assert read_secret(given, None, "--secret-file") == S + b"\xff"
+def test_secret_in_the_environment_has_the_same_bytes_as_in_a_file() -> None:
+    environment = {VARIABLE: SECRET.decode() + "\udcff"}
+    assert read_secret(environment, None, "--secret-file") == SECRET + b"\xff"
     assert read_secret({}, None, "--secret-file") is None
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b"x" * 70_000, b"fifteen bytes!!\n"])
-def test_a_file_without_a_secret_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
+def test_file_with_an_invalid_secret_is_rejected_by_name(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "secret").write_bytes(content)
     with pytest.raises(ConfigError, match=r"--secret-file .*secret' holds 16 to 65536 bytes"):
         read_secret({}, str(tmp_path / "secret"), "--secret-file")
 
 
-def test_no_file_an_empty_variable_and_two_places_are_refused_by_name(tmp_path: Path) -> None:
+def test_missing_file_empty_variable_and_two_sources_are_rejected_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--secret-file .*none' cannot be read: No such file"):
         read_secret({}, str(tmp_path / "none"), "--secret-file")
-    with pytest.raises(ConfigError, match=f"{VARIABLE} holds 16 to 65536 bytes, got 15: ") as short:
+    with pytest.raises(ConfigError, match=f"{VARIABLE} holds 16 to 65536 bytes, got 15: ") as error:
         read_secret({VARIABLE: "fifteen bytes!!"}, None, "--secret-file")
-    assert "fifteen" not in str(short.value)
+    assert "fifteen" not in str(error.value)
     with pytest.raises(ConfigError, match=f"{VARIABLE} is empty"):
         read_secret({VARIABLE: ""}, None, "--secret-file")
     (tmp_path / "secret").write_text("same")
@@ -60,7 +63,7 @@ def test_no_file_an_empty_variable_and_two_places_are_refused_by_name(tmp_path: 
     assert "same" not in str(raised.value)
 
 
-def test_a_secret_file_beside_another_store_is_refused_by_name() -> None:
+def test_secret_file_with_another_store_is_rejected_by_name() -> None:
     settings = {"rdzv_endpoint": "folder", "run_id": "job", "rdzv_backend": "file"}
     with pytest.raises(
         ConfigError, match="secret_file applies only to the TCP store, not to the file"
@@ -70,17 +73,19 @@ def test_a_secret_file_beside_another_store_is_refused_by_name() -> None:
         LaunchConfig(rdzv_configs={"secret_file": ""})
 
 
-def test_a_secret_that_nobody_is_asked_for_is_mentioned(
+def test_secret_that_the_backend_does_not_use_gets_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    place = str(tmp_path / "meeting")
-    config = LaunchConfig(rdzv_backend="file", rdzv_endpoint=place, run_id="job")
+    directory = str(tmp_path / "store")
+    config = LaunchConfig(rdzv_backend="file", rdzv_endpoint=directory, run_id="job")
     open_rendezvous(config, b"open sesame, please").close()
     assert "ignoring the secret: the file backend does not use it" in caplog.text
 
 
 @pytest.mark.faults
-def test_nodes_with_the_secret_settle_and_others_are_told_why_not(job: Job) -> None:
+def test_nodes_with_the_secret_run_the_job_and_others_are_rejected_with_the_reason(
+    job: Job,
+) -> None:
     (job.folder / "secret").write_text("open sesame, please\n")
     endpoint = f"127.0.0.1:{free_port()}"
     flags = ("--nnodes", "2:3", "--rdzv-endpoint", endpoint)
@@ -105,7 +110,7 @@ def test_nodes_with_the_secret_settle_and_others_are_told_why_not(job: Job) -> N
 
 
 @pytest.mark.faults
-def test_a_node_with_a_secret_leaves_a_store_without_one(job: Job) -> None:
+def test_node_with_a_secret_rejects_a_store_without_one(job: Job) -> None:
     flags = ("--nnodes", "1:2", "--rdzv-endpoint", job.start_store())
     node = job.start_agent("a", *flags, **{VARIABLE: "open sesame, please"})
     assert node.exit_code() == 1
@@ -113,22 +118,18 @@ def test_a_node_with_a_secret_leaves_a_store_without_one(job: Job) -> None:
 
 
 @pytest.mark.faults
-def test_workers_are_not_handed_the_secret(tmp_path: Path) -> None:
-    (tmp_path / "dump.py").write_text(DUMP)
+def test_workers_do_not_inherit_the_secret(tmp_path: Path) -> None:
+    (tmp_path / "dump.py").write_text(DUMP_ENVIRONMENT)
     script = (str(tmp_path / "dump.py"), str(tmp_path))
-    environment = {**os.environ, VARIABLE: "open sesame, please"}
-    done = subprocess.run([*RUN, *script], env=environment, capture_output=True, timeout=100)
+    done = run(*SPAWN, *script, **{VARIABLE: "open sesame, please"})
     assert done.returncode == 0, done.stderr
     assert VARIABLE not in json.loads((tmp_path / "0.json").read_text())
 
 
 @pytest.mark.faults
-def test_two_places_for_one_secret_end_before_anything_starts(tmp_path: Path) -> None:
+def test_two_sources_of_the_secret_are_an_error_before_anything_starts(tmp_path: Path) -> None:
     flags = ("--rdzv-conf", "secret_file=s", "--no-python", "touch", str(tmp_path / "started"))
-    environment = {**os.environ, VARIABLE: "open sesame, please"}
-    done = subprocess.run(
-        [*RUN, *flags], env=environment, capture_output=True, text=True, timeout=60
-    )
+    done = run(*SPAWN, *flags, **{VARIABLE: "open sesame, please"})
     assert done.returncode == 2
     assert done.stderr == (
         "elasticrun: error: ELASTICLIB_SECRET and --rdzv-conf secret_file both give a secret: "
@@ -138,7 +139,7 @@ def test_two_places_for_one_secret_end_before_anything_starts(tmp_path: Path) ->
 
 
 @pytest.mark.faults
-def test_the_store_command_asks_for_the_secret_of_its_file(job: Job) -> None:
+def test_store_command_requires_the_secret_of_its_file(job: Job) -> None:
     (job.folder / "secret").write_text("open sesame, please\n")
     command = (sys.executable, "-m", "elasticlib.launch.cli", "store", "--bind", "127.0.0.1:0")
     store = job.start("store", *command, "--secret-file", str(job.folder / "secret"))
@@ -146,6 +147,6 @@ def test_the_store_command_asks_for_the_secret_of_its_file(job: Job) -> None:
     job.finish()
     node = job.start_agent("a", "--rdzv-endpoint", endpoint, **{VARIABLE: "open sesame, please"})
     assert node.exit_code() == 0
-    refused = job.start("refused", *command, "--secret-file", "/nowhere")
-    assert refused.exit_code() == 2
-    assert "--secret-file '/nowhere' cannot be read: No such file" in refused.text
+    rejected = job.start("rejected", *command, "--secret-file", "/nowhere")
+    assert rejected.exit_code() == 2
+    assert "--secret-file '/nowhere' cannot be read: No such file" in rejected.text

@@ -1,8 +1,7 @@
-"""Flags, PET_* variables and a scheduler's: which goes first, and what is said of the others."""
+"""Precedence of options, PET_* variables and scheduler variables, and warnings about the rest."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 import attrs
@@ -19,67 +18,69 @@ def launch(script: str, line: str = "", **variables: str) -> LaunchRequest:
     return parse_launch([*line.split(), script], variables)
 
 
-def test_a_variable_stands_in_for_a_flag_and_the_flag_goes_before_it(script: str) -> None:
-    told = launch(script, "--max-restarts 2", PET_MAX_RESTARTS="7", PET_NPROC_PER_NODE="3")
-    assert (told.config.max_restarts, told.config.nproc_per_node) == (2, 3)
-    origins = {name: told.settings.settings[name].origin for name in ("max_restarts", "role")}
+def test_variable_sets_an_option_and_the_command_line_takes_precedence(script: str) -> None:
+    request = launch(script, "--max-restarts 2", PET_MAX_RESTARTS="7", PET_NPROC_PER_NODE="3")
+    assert (request.config.max_restarts, request.config.nproc_per_node) == (2, 3)
+    origins = {name: request.settings.settings[name].origin for name in ("max_restarts", "role")}
     assert origins == {"max_restarts": "--max-restarts", "role": "default"}
-    assert told.settings.settings["nproc_per_node"].origin == "PET_NPROC_PER_NODE"
-    assert not told.settings.warnings
+    assert request.settings.settings["nproc_per_node"].origin == "PET_NPROC_PER_NODE"
+    assert not request.settings.warnings
 
 
 @pytest.mark.parametrize(
-    ("text", "on"), [("", True), ("1", True), ("2", True), ("0", False), ("false", False)]
+    ("text", "is_on"), [("", True), ("1", True), ("2", True), ("0", False), ("false", False)]
 )
-def test_a_switch_may_be_set_to_nothing_as_kubeflow_does(text: str, on: bool, script: str) -> None:
-    assert launch(script, PET_STANDALONE=text).settings["standalone"] is on
+def test_empty_variable_turns_a_switch_on_as_kubeflow_expects(
+    text: str, is_on: bool, script: str
+) -> None:
+    assert launch(script, PET_STANDALONE=text).settings["standalone"] is is_on
 
 
-def test_an_empty_variable_says_nothing(script: str) -> None:
-    told = launch(script, PET_NNODES="", PET_RDZV_ENDPOINT="", PET_MAX_RESTARTS="")
-    assert (told.config.max_nodes, told.config.max_restarts) == (1, 0)
+def test_empty_variable_of_an_option_with_a_value_is_ignored(script: str) -> None:
+    request = launch(script, PET_NNODES="", PET_RDZV_ENDPOINT="", PET_MAX_RESTARTS="")
+    assert (request.config.max_nodes, request.config.max_restarts) == (1, 0)
 
 
-def test_kubeflows_old_spelling_counts_workers_too(script: str) -> None:
+def test_old_variable_of_kubeflow_sets_the_number_of_workers(script: str) -> None:
     assert launch(script, PET_N_PROC_PER_NODE="2").config.nproc_per_node == 2
     both = launch(script, PET_N_PROC_PER_NODE="2", PET_NPROC_PER_NODE="3")
     assert both.config.nproc_per_node == 3
 
 
-def test_torchs_variable_for_the_shutdown_is_read(script: str) -> None:
+def test_shutdown_timeout_is_read_from_the_variable_of_torch(script: str) -> None:
     assert launch(script, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="7").config.shutdown_timeout == 7.0
     both = launch(script, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="7", PET_SHUTDOWN_TIMEOUT="8")
     assert both.config.shutdown_timeout == 8.0
 
 
-def test_every_flag_has_a_variable(script: str) -> None:
+def test_options_without_an_equivalent_in_torchrun_have_a_variable_too(script: str) -> None:
     switches = {o.dest for o in FLAGS.values() if o.is_switch}
     assert switches >= {"standalone", "module", "no_python", "virtual_local_rank"}
     assert launch(script, PET_SPARES="1", PET_NNODES="1:2", PET_RDZV_ENDPOINT="h").config.spares
 
 
-def test_what_nobody_says_is_the_same_from_the_command_line_and_from_python(script: str) -> None:
+def test_defaults_are_the_same_on_the_command_line_and_in_python(script: str) -> None:
     flags, python = launch(script).config, LaunchConfig()
     other = {
-        *("max_restarts", "role"),  # which torchrun and torch's LaunchConfig call otherwise
-        "shutdown_timeout",  # a config that does not say it leaves it to torch's variable
-        "run_id",  # of a node by itself: drawn
+        *("max_restarts", "role"),  # torchrun and torch's LaunchConfig have different defaults
+        "shutdown_timeout",  # a config without a value uses the one of torch's variable
+        "run_id",  # the id of a single-node job is generated
     }
     for name in attrs.fields_dict(LaunchConfig):
         assert (getattr(flags, name) == getattr(python, name)) is (name not in other), name
-    for holder in (python, python.supervision, python.supervision.agent):
-        for name in set(attrs.fields_dict(type(holder))) & set(FLAGS) - other:
+    for options in (python, python.supervision, python.supervision.agent):
+        for name in set(attrs.fields_dict(type(options))) & set(FLAGS) - other:
             if isinstance(DEFAULTS[name], (int, float)):
-                assert getattr(holder, name) == DEFAULTS[name], name
+                assert getattr(options, name) == DEFAULTS[name], name
 
 
-def test_an_unknown_variable_of_the_kind_is_named(script: str) -> None:
-    (note,) = launch(script, PET_NNODE="4").settings.warnings
-    assert note == "ignoring PET_NNODE: elasticrun has no such option (did you mean PET_NNODES?)"
+def test_unknown_pet_variable_gets_a_warning(script: str) -> None:
+    (warning,) = launch(script, PET_NNODE="4").settings.warnings
+    assert warning == "ignoring PET_NNODE: elasticrun has no such option (did you mean PET_NNODES?)"
 
 
 @pytest.mark.parametrize(
-    ("variables", "sentence"),
+    ("variables", "message"),
     [
         ({"PET_MAX_RESTARTS": "x"}, r"PET_MAX_RESTARTS \(--max-restarts\) must be an integer"),
         ({"PET_STANDALONE": "maybe"}, "PET_STANDALONE .* must be 1 or 0, got 'maybe'"),
@@ -92,22 +93,22 @@ def test_an_unknown_variable_of_the_kind_is_named(script: str) -> None:
             r"--nnodes must be MIN:MAX with 1 <= MIN <= MAX.*\(--nnodes is set by PET_NNODES\)",
         ),
         ({"PET_NPROC_PER_NODE": "0"}, r"--nproc-per-node is set by PET_NPROC_PER_NODE"),
-        # Two nodes, each by itself, would train the same twice and say nothing.
+        # Otherwise, each of the two nodes would run the same single-node job without a warning.
         ({"PET_STANDALONE": "", "PET_NNODES": "2"}, "single-node job.*PET_STANDALONE"),
     ],
 )
-def test_a_variable_that_cannot_work_is_named(
-    variables: Mapping[str, str], sentence: str, script: str
+def test_invalid_value_of_a_variable_is_rejected_by_name(
+    variables: Mapping[str, str], message: str, script: str
 ) -> None:
-    with pytest.raises(ConfigError, match=sentence):
+    with pytest.raises(ConfigError, match=message):
         launch(script, **variables)
 
 
 STATIC = {"PET_MASTER_ADDR": "m", "PET_MASTER_PORT": "7", "PET_NODE_RANK": "1"}
-PLACES = [
-    # What the variables of an operator say is what torchrun would do.
+ENDPOINT_CASES = [
+    # The variables of an operator have the same meaning as for torchrun.
     ("--nnodes 2", STATIC, ("static", "m:7", 1), 0),
-    # The rank stays, as a wish.
+    # The node rank remains as a hint.
     ("--nnodes 2 --rdzv-endpoint h:9 --rdzv-id j", STATIC, ("tcp", "h:9", 1), 2),
     ("--nnodes 1:4 --rdzv-backend c10d", STATIC, ("c10d", "m:7", 1), 0),
     ("--nnodes 1:4", STATIC, ("tcp", "m:7", 1), 0),
@@ -133,7 +134,7 @@ PLACES = [
         ("static", "h:1", 0),
         1,
     ),
-    # One node without a port for others is by itself, and one place may be named twice.
+    # A single node without a port for others is a single-node job, and two equal endpoints agree.
     ("--node-rank 0", {}, ("tcp", "", None), 0),
     ("--rdzv-backend static --node-rank 5 --master-addr m", {}, ("tcp", "", None), 3),
     ("", {"PET_NODE_RANK": "5", "PET_MASTER_PORT": "0"}, ("tcp", "", None), 1),
@@ -143,38 +144,41 @@ PLACES = [
     ("--rdzv-backend static --rdzv-endpoint localhost:0", {}, ("tcp", "", 0), 0),
     ("--master-addr 0.0.0.0 --master-port 7", {}, ("static", "127.0.0.1:7", 0), 0),
     ("--rdzv-backend static --rdzv-endpoint H:9 --master-addr h", {}, ("static", "H:9", 0), 0),
-    # A spare node's wish, which nothing comes of.
+    # The rank hint of a spare node has no effect.
     ("--nnodes 1:2 --rdzv-endpoint h --node-rank 2", {}, ("tcp", "h", None), 1),
 ]
 
 
-@pytest.mark.parametrize(("line", "variables", "place", "passed_over"), PLACES)
-def test_what_is_said_more_directly_tells_where_nodes_meet_and_the_rest_is_named(
-    line: str, variables: dict[str, str], place: tuple[object, ...], passed_over: int, script: str
+@pytest.mark.parametrize(("line", "variables", "expected", "num_ignored"), ENDPOINT_CASES)
+def test_most_direct_setting_selects_the_rendezvous_and_the_ignored_ones_are_named(
+    line: str,
+    variables: dict[str, str],
+    expected: tuple[object, ...],
+    num_ignored: int,
+    script: str,
 ) -> None:
-    told = launch(script, line, **variables)
-    config = told.config
-    assert (config.rdzv_backend, config.rdzv_endpoint, config.node_rank) == place
-    assert len(told.settings.warnings) == passed_over
-    assert all(note.startswith("ignoring ") for note in told.settings.warnings)
-    assert not any(re.search(r" and \S+ says$", note) for note in told.settings.warnings)
+    request = launch(script, line, **variables)
+    config = request.config
+    assert (config.rdzv_backend, config.rdzv_endpoint, config.node_rank) == expected
+    assert len(request.settings.warnings) == num_ignored
+    assert all(warning.startswith("ignoring ") for warning in request.settings.warnings)
 
 
-def test_two_flags_that_contradict_each_other_are_refused_as_before(script: str) -> None:
+def test_contradicting_options_of_the_command_line_are_rejected(script: str) -> None:
     with pytest.raises(ConfigError, match="cannot be used with --standalone"):
         launch(script, "--standalone --rdzv-endpoint h")
     with pytest.raises(ConfigError, match="--master-addr applies only to the static backend"):
         launch(script, "--master-addr m --rdzv-endpoint h --nnodes 2")
 
 
-def test_a_scheduler_says_what_nobody_else_does(script: str) -> None:
+def test_scheduler_sets_only_options_that_are_not_set_otherwise(script: str) -> None:
     job = {"SKYPILOT_NODE_IPS": "10.0.0.1", "SKYPILOT_TASK_ID": "j9", "SKYPILOT_NUM_NODES": "1"}
     job["SKYPILOT_NUM_GPUS_PER_NODE"] = "2"
-    told = launch(script, "--scheduler skypilot", **job, PET_RDZV_ID="mine")
-    assert told.scheduler == "skypilot"
-    assert (told.config.run_id, told.config.nproc_per_node) == ("mine", 2)
-    assert told.settings.source("nproc_per_node") is Source.SCHEDULER
-    assert told.settings.settings["nproc_per_node"].origin == "SKYPILOT_NUM_GPUS_PER_NODE"
+    request = launch(script, "--scheduler skypilot", **job, PET_RDZV_ID="mine")
+    assert request.scheduler == "skypilot"
+    assert (request.config.run_id, request.config.nproc_per_node) == ("mine", 2)
+    assert request.settings.source("nproc_per_node") is Source.SCHEDULER
+    assert request.settings.settings["nproc_per_node"].origin == "SKYPILOT_NUM_GPUS_PER_NODE"
     assert launch(script, "--scheduler auto", **job).scheduler == "skypilot"
     assert launch(script, "--scheduler auto").scheduler == "none"
     assert launch(script, **job).scheduler == "none"

@@ -1,4 +1,4 @@
-"""The flags of supervision: what each is read into, and what is refused."""
+"""Options of supervision: the config that each one sets, and the values that are rejected."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ TERM, INT, HUP, QUIT = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQ
 USR1, USR2 = signal.SIGUSR1, signal.SIGUSR2
 
 
-def read(line: str, script: str) -> SupervisionOptions:
+def parse_supervision(line: str, script: str) -> SupervisionOptions:
     return parse([*line.split(), script])[0].supervision
 
 
-def test_without_flags_a_launch_is_as_one_from_python(script: str) -> None:
-    assert read("", script) == LaunchConfig().supervision
+def test_default_supervision_is_the_same_on_the_command_line_and_in_python(script: str) -> None:
+    assert parse_supervision("", script) == LaunchConfig().supervision
     assert (AgentOptions().stop_signals, AgentOptions().drain_signals) == (
         (TERM, INT, HUP, QUIT),
         (USR2,),
@@ -30,10 +30,10 @@ def test_without_flags_a_launch_is_as_one_from_python(script: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "ends", "drains", "saves"),
+    ("line", "stop", "drain", "notice"),
     [
         ("--signals-to-handle SIGTERM,SIGUSR1", (TERM, USR1), (USR2,), (TERM,)),
-        # torchrun's own example for Slurm: what is said goes before what is assumed.
+        # An explicit option takes precedence over the default drain signal.
         ("--signals-to-handle SIGTERM,SIGUSR1,SIGUSR2", (TERM, USR1, USR2), (), (TERM,)),
         ("--drain-signals SIGUSR1", (TERM, INT, HUP, QUIT), (USR1,), ()),
         ("--drain-signals SIGUSR1,SIGTERM", (INT, HUP, QUIT), (USR1, TERM), ()),
@@ -41,25 +41,25 @@ def test_without_flags_a_launch_is_as_one_from_python(script: str) -> None:
         ("--signals_to_handle none --drain_signals SIGINT", (), (INT,), ()),
     ],
 )
-def test_signals_are_read(
-    line: str, ends: tuple[int, ...], drains: tuple[int, ...], saves: tuple[int, ...], script: str
+def test_signal_options_select_stop_drain_and_notice_signals(
+    line: str, stop: tuple[int, ...], drain: tuple[int, ...], notice: tuple[int, ...], script: str
 ) -> None:
-    agent = read(line, script).agent
-    assert (agent.stop_signals, agent.drain_signals, agent.notice_signals) == (ends, drains, saves)
+    agent = parse_supervision(line, script).agent
+    assert (agent.stop_signals, agent.drain_signals, agent.notice_signals) == (stop, drain, notice)
 
 
-def test_workers_ignore_what_drains_but_never_what_stops_them() -> None:
+def test_workers_ignore_drain_signals_except_sigterm() -> None:
     options = AgentOptions(drain_signals=(USR1, TERM))
     assert options.agent_only_signals == (USR1,)
 
 
-def test_the_seconds_reach_the_agent_and_the_job(script: str) -> None:
+def test_timeouts_set_the_options_of_the_agent_and_of_the_rendezvous(script: str) -> None:
     config, _ = parse(["--checkpoint-grace=60", "--restart-window=3600", script])
     assert config.supervision.agent.checkpoint_grace == 60.0
     assert config.rendezvous_settings.restart_window == 3600
 
 
-def test_the_help_tells_the_exit_codes_and_the_true_defaults() -> None:
+def test_help_lists_the_exit_codes_and_the_defaults() -> None:
     text = " ".join(build_parser().format_help().split())
     assert "75 drained (see --drain-exit-code), 128 + N terminated by signal N" in text
     assert "(default: 75)" in text
@@ -67,7 +67,7 @@ def test_the_help_tells_the_exit_codes_and_the_true_defaults() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "sentence"),
+    ("line", "message"),
     [
         ("--signals-to-handle TERM", "signal names with commas between.*got 'TERM'"),
         ("--signals-to-handle SIGTERM,", "got ''"),
@@ -84,30 +84,32 @@ def test_the_help_tells_the_exit_codes_and_the_true_defaults() -> None:
         ("--restart-window=-1", "--restart-window must be seconds"),
     ],
 )
-def test_what_cannot_work_is_refused_with_a_sentence(line: str, sentence: str, script: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
+def test_invalid_supervision_option_is_rejected_with_a_message(
+    line: str, message: str, script: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
         parse([*line.split(), script])
 
 
 @pytest.mark.parametrize(
-    ("line", "watched", "seconds"),
+    ("line", "is_detected", "seconds"),
     [("", False, None), ("--hang-timeout auto", True, None), ("--hang_timeout 2.5", True, 2.5)],
 )
-def test_resizes_and_hangs_are_read(
-    line: str, watched: bool, seconds: float | None, script: str
+def test_hang_timeout_sets_the_limits_of_the_hang_detector(
+    line: str, is_detected: bool, seconds: float | None, script: str
 ) -> None:
-    agent = read(line, script).agent
-    assert (agent.resize_mode, agent.hang_limits is not None) == ("at-step", watched)
+    agent = parse_supervision(line, script).agent
+    assert (agent.resize_mode, agent.hang_limits is not None) == ("at-step", is_detected)
     assert getattr(agent.hang_limits, "timeout", None) == seconds
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "soon", "nan", "inf", "1e9"])
-def test_a_silence_that_is_no_limit_is_refused(text: str, script: str) -> None:
+def test_invalid_hang_timeout_is_rejected(text: str, script: str) -> None:
     with pytest.raises(ConfigError, match="--hang-timeout must be auto or seconds"):
-        read(f"--hang-timeout={text}", script)
+        parse_supervision(f"--hang-timeout={text}", script)
 
 
-def test_a_notice_of_a_resize_says_when_and_an_immediate_one_is_none() -> None:
+def test_resize_gives_a_notice_only_in_mode_at_step() -> None:
     assert AgentOptions(resize_mode="immediate").make_notice("resize") is None
     assert AgentOptions(resize_mode="at-step").make_notice("resize") == StopNotice("resize", 30.0)
     assert AgentOptions(resize_mode="immediate").make_notice("drain") == StopNotice("drain", 30.0)
@@ -115,15 +117,17 @@ def test_a_notice_of_a_resize_says_when_and_an_immediate_one_is_none() -> None:
         AgentOptions(resize_mode="later")
 
 
-def test_a_snapshot_has_replicas_on_as_many_nodes_as_there_may_be_others(script: str) -> None:
-    meet = "--nnodes 1:3 --rdzv-endpoint h:1"
-    assert read(f"{meet} --snapshot-replicas 2", script).agent.snapshot_replicas == 2
+def test_snapshot_replicas_are_limited_by_the_number_of_other_nodes(script: str) -> None:
+    job_flags = "--nnodes 1:3 --rdzv-endpoint h:1"
+    assert (
+        parse_supervision(f"{job_flags} --snapshot-replicas 2", script).agent.snapshot_replicas == 2
+    )
     assert AgentOptions().snapshot_replicas == 0
     with pytest.raises(ConfigError, match="from 0 to 2 in a job of up to 3 nodes, got 3"):
-        read(f"{meet} --snapshot-replicas 3", script)
+        parse_supervision(f"{job_flags} --snapshot-replicas 3", script)
     with pytest.raises(ConfigError, match="from 0 to 0 in a job of up to 1 nodes, got 1"):
-        read("--standalone --snapshot-replicas 1", script)
+        parse_supervision("--standalone --snapshot-replicas 1", script)
     with pytest.raises(ConfigError, match="--snapshot-replicas must be at least 0, got -1"):
-        read(f"{meet} --snapshot-replicas -1", script)
+        parse_supervision(f"{job_flags} --snapshot-replicas -1", script)
     with pytest.raises(ConfigError, match="snapshot_replicas must be at least 0, got -1"):
         AgentOptions(snapshot_replicas=-1)

@@ -1,4 +1,4 @@
-"""`LaunchConfig` is torch's, field for field: each works, or is refused with a sentence."""
+"""`LaunchConfig` has the fields of torch's class; each takes effect or is rejected."""
 
 from __future__ import annotations
 
@@ -28,39 +28,39 @@ from elasticlib.launch.run_id import with_run_id
 from elasticlib.launch.worker_setup import create_local_workers
 from elasticlib.workers.spec import Function, Module, Script, WorkerSpec
 
-# On this machine no worker could be bound, so these never go further than the config.
+# These options are used only in configs, because torch.numa may be unable to bind workers here.
 NODE = NumaOptions(affinity_mode=AffinityMode.NODE)
 
 
-def test_the_fields_are_torchs_in_torchs_order_and_ours_are_by_keyword() -> None:
-    theirs = [field.name for field in dataclasses.fields(TorchConfig)]
-    mine = attrs.fields(LaunchConfig)
-    assert [field.name for field in mine if not field.kw_only] == theirs
+def test_positional_fields_are_those_of_torch_in_the_same_order() -> None:
+    torchs = [field.name for field in dataclasses.fields(TorchConfig)]
+    config = attrs.fields(LaunchConfig)
+    assert [field.name for field in config if not field.kw_only] == torchs
     assert list(inspect.signature(elastic_launch).parameters) == list(
         inspect.signature(torch_launch).parameters
     )
 
 
-def test_the_defaults_are_torchs_but_for_those_that_are_named_here() -> None:
+def test_defaults_equal_those_of_torch_with_listed_exceptions() -> None:
     other = {
-        "rdzv_backend",  # theirs is an etcd of version 2, which nobody has
-        "run_id",  # theirs is drawn at random on each node, so that nodes never meet
-        "start_method",  # spawn works as well, and costs the import of torch at each start
-        "signals_to_handle",  # None means the same
+        "rdzv_backend",  # torch's default is the version 2 API of etcd, which new etcd servers lack
+        "run_id",  # torch draws a random id on each node, so that several nodes never agree
+        "start_method",  # torch's default imports torch at each start of a worker
+        "signals_to_handle",  # None has the same meaning
         "shutdown_timeout",
-        *("duplicate_stdout_filters", "duplicate_stderr_filters"),  # () for None
+        *("duplicate_stdout_filters", "duplicate_stderr_filters"),  # () instead of None
     }
-    mine = LaunchConfig(1, 1, 1)
-    theirs = TorchConfig(1, 1, 1, DefaultLogsSpecs(os.devnull), rdzv_backend="c10d")
+    config = LaunchConfig(1, 1, 1)
+    torchs = TorchConfig(1, 1, 1, DefaultLogsSpecs(os.devnull), rdzv_backend="c10d")
     for field in dataclasses.fields(TorchConfig)[3:]:
         if field.name not in other:
-            drawn = field.default is dataclasses.MISSING
-            assert getattr(mine, field.name) == ({} if drawn else field.default), field.name
-    assert to_launch_config(theirs, LaunchConfig).supervision == mine.supervision
+            default = {} if field.default is dataclasses.MISSING else field.default
+            assert getattr(config, field.name) == default, field.name
+    assert to_launch_config(torchs, LaunchConfig).supervision == config.supervision
 
 
-def test_a_config_of_torch_is_read_field_by_field(tmp_path: Path) -> None:
-    theirs = TorchConfig(
+def test_config_of_torch_is_converted_field_by_field(tmp_path: Path) -> None:
+    torchs = TorchConfig(
         2,
         4,
         8,
@@ -77,35 +77,38 @@ def test_a_config_of_torch_is_read_field_by_field(tmp_path: Path) -> None:
         shutdown_timeout=4,
         numa_options=NODE,
     )
-    mine = to_launch_config(theirs, LaunchConfig)
-    assert (mine.min_nodes, mine.max_nodes, mine.nproc_per_node) == (2, 4, 8)
-    assert (mine.run_id, mine.role, mine.max_restarts) == ("job", "trainer", 9)
-    said = "--nproc-per-node 2 --redirects 1:1 --tee 3"
-    flags = parse_launch([*said.split(), __file__], {}).config
-    assert (mine.log_dir, mine.redirects, mine.tee) == (str(tmp_path), flags.redirects, flags.tee)
-    assert mine.local_ranks_filter == frozenset({0, 1})
-    assert (
-        mine.rendezvous_timeouts.join_timeout == 7
-    )  # torch has added a timeout of 900, which its c10d does not read
-    assert mine.supervision.agent.stop_signals == (signal.SIGTERM, signal.SIGUSR2)
-    assert mine.supervision.agent.drain_signals == ()
-    assert (mine.start_method, mine.numa_binding) == ("forkserver", "node")
-    assert (mine.duplicate_stdout_filters, mine.shutdown_timeout) == (("loss",), 4)
-    assert attrs.evolve(mine) == mine
+    config = to_launch_config(torchs, LaunchConfig)
+    assert (config.min_nodes, config.max_nodes, config.nproc_per_node) == (2, 4, 8)
+    assert (config.run_id, config.role, config.max_restarts) == ("job", "trainer", 9)
+    line = "--nproc-per-node 2 --redirects 1:1 --tee 3"
+    flags = parse_launch([*line.split(), __file__], {}).config
+    assert (config.log_dir, config.redirects, config.tee) == (
+        str(tmp_path),
+        flags.redirects,
+        flags.tee,
+    )
+    assert config.local_ranks_filter == frozenset({0, 1})
+    # torch has added timeout=900 to the rendezvous configs, but its c10d backend ignores it.
+    assert config.rendezvous_timeouts.join_timeout == 7
+    assert config.supervision.agent.stop_signals == (signal.SIGTERM, signal.SIGUSR2)
+    assert config.supervision.agent.drain_signals == ()
+    assert (config.start_method, config.numa_binding) == ("forkserver", "node")
+    assert (config.duplicate_stdout_filters, config.shutdown_timeout) == (("loss",), 4)
+    assert attrs.evolve(config) == config
 
 
-def test_a_field_that_a_newer_torch_has_is_refused_where_it_says_something() -> None:
+def test_field_of_a_newer_torch_is_rejected_only_if_it_is_not_the_default() -> None:
     @dataclasses.dataclass
     class Newer(TorchConfig):
         cooling: str = "none"
 
-    place = {"logs_specs": DefaultLogsSpecs(os.devnull), "rdzv_backend": "c10d"}
-    assert to_launch_config(Newer(1, 1, 6, **place), LaunchConfig).nproc_per_node == 6
+    settings = {"logs_specs": DefaultLogsSpecs(os.devnull), "rdzv_backend": "c10d"}
+    assert to_launch_config(Newer(1, 1, 6, **settings), LaunchConfig).nproc_per_node == 6
     with pytest.raises(ConfigError, match="the field cooling of torch's LaunchConfig"):
-        to_launch_config(Newer(1, 1, 1, cooling="water", **place), LaunchConfig)
+        to_launch_config(Newer(1, 1, 1, cooling="water", **settings), LaunchConfig)
 
 
-def test_one_node_at_port_0_of_its_own_meets_nobody() -> None:
+def test_single_node_at_port_0_of_localhost_needs_no_rendezvous() -> None:
     for endpoint in ("localhost:0", "127.0.0.1:0", "[::1]:0"):
         assert LaunchConfig(rdzv_endpoint=endpoint, rdzv_backend="c10d").is_single_node
         static = {"rdzv_backend": "static", "rdzv_configs": {"rank": 0, "timeout": 5}}
@@ -128,9 +131,9 @@ def test_a_single_node_with_an_empty_run_id_gets_a_new_one_at_its_launch(
     place: dict[str, Any],
 ) -> None:
     config, program = LaunchConfig(run_id="", **place), Script("train.py")
-    drawn = {with_run_id(config, program).run_id for _ in range(20)}
-    assert len(drawn) > 1
-    assert all(name.startswith("train-") for name in drawn)
+    run_ids = {with_run_id(config, program).run_id for _ in range(20)}
+    assert len(run_ids) > 1
+    assert all(run_id.startswith("train-") for run_id in run_ids)
 
 
 def test_several_nodes_with_an_empty_run_id_are_rejected() -> None:
@@ -138,7 +141,7 @@ def test_several_nodes_with_an_empty_run_id_are_rejected() -> None:
         LaunchConfig(1, 2, run_id="", rdzv_endpoint="node0")
 
 
-def test_a_static_rank_and_a_timeout_are_had_by_torchs_names() -> None:
+def test_static_rank_and_timeout_are_accepted_under_the_names_of_torch() -> None:
     config = LaunchConfig(
         2,
         2,
@@ -150,7 +153,9 @@ def test_a_static_rank_and_a_timeout_are_had_by_torchs_names() -> None:
     assert (config.node_rank, config.rendezvous_timeouts.join_timeout) == (1, 5)
 
 
-def test_torchs_variable_says_how_long_a_stop_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shutdown_timeout_of_torch_is_read_from_its_variable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert shutdown_timeout_of(LaunchConfig()) == 30
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "7")
     assert shutdown_timeout_of(LaunchConfig()) == 7
@@ -160,27 +165,27 @@ def test_torchs_variable_says_how_long_a_stop_may_take(monkeypatch: pytest.Monke
         shutdown_timeout_of(LaunchConfig())
 
 
-def test_workers_that_cannot_be_bound_run_all_the_same_where_that_is_asked_for(
+def test_numa_fallback_runs_workers_that_cannot_be_bound(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     # The stub of torch has no torch.numa.
     environment = {**os.environ, "PYTHONPATH": WITHOUT_TORCH}
     with pytest.raises(ConfigError, match=r"node: torch\.numa cannot bind 1 workers"):
         create_local_workers(LaunchConfig(numa_options=NODE), environment)
-    anywhere = NumaOptions(AffinityMode.NODE, should_fall_back_if_binding_fails=True)
-    create_local_workers(LaunchConfig(numa_options=anywhere), environment).close()
+    fall_back = NumaOptions(AffinityMode.NODE, should_fall_back_if_binding_fails=True)
+    create_local_workers(LaunchConfig(numa_options=fall_back), environment).close()
     assert "workers are not bound to CPUs: --numa-binding node" in caplog.text
 
 
 class CustomLogsSpecs(DefaultLogsSpecs):
-    """A class of the user's own, which may send the files anywhere."""
+    """A class of a user, which may write the output of workers anywhere."""
 
 
-SIGUSR1_ENDS = SupervisionOptions(agent=AgentOptions(stop_signals=(signal.SIGUSR1,)))
+STOP_ON_SIGUSR1 = SupervisionOptions(agent=AgentOptions(stop_signals=(signal.SIGUSR1,)))
 
 
 @pytest.mark.parametrize(
-    ("fields", "sentence"),
+    ("fields", "message"),
     [
         ({"metrics_cfg": {"a": "b"}}, "metrics_cfg must be empty"),
         ({"event_log_handler": "console"}, "event_log_handler must be 'null', got 'console': "),
@@ -205,7 +210,7 @@ SIGUSR1_ENDS = SupervisionOptions(agent=AgentOptions(stop_signals=(signal.SIGUSR
         ({"signals_to_handle": "SIGWHAT"}, "signals_to_handle must be signal names"),
         ({"signals_to_handle": "SIGKILL"}, "signals_to_handle cannot contain SIGKILL"),
         (
-            {"signals_to_handle": "SIGHUP", "supervision": SIGUSR1_ENDS},
+            {"signals_to_handle": "SIGHUP", "supervision": STOP_ON_SIGUSR1},
             "signals_to_handle .SIGHUP. and supervision disagree",
         ),
         ({"rdzv_timeout": 0}, "timeout must be a positive number of seconds"),
@@ -234,13 +239,15 @@ SIGUSR1_ENDS = SupervisionOptions(agent=AgentOptions(stop_signals=(signal.SIGUSR
     ],
     ids=lambda given: "-".join(given) if isinstance(given, dict) else "",
 )
-def test_what_cannot_be_heeded_is_refused(fields: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
+def test_field_without_an_equivalent_is_rejected_with_a_message(
+    fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
         LaunchConfig(**fields)
 
 
 @pytest.mark.parametrize(
-    ("make", "sentence"),
+    ("make", "message"),
     [
         (lambda: LaunchConfig(nproc_per_node="2"), "nproc_per_node must be an integer, got '2'"),
         (lambda: LaunchConfig(store_grace="5"), "store_grace must be a number, got '5'"),
@@ -275,24 +282,24 @@ def test_what_cannot_be_heeded_is_refused(fields: dict[str, Any], sentence: str)
         (lambda: LaunchConfig(start_method="x"), "^start_method .* must be one of"),
     ],
 )
-def test_a_value_of_another_type_is_refused_by_its_field(
-    make: Callable[[], object], sentence: str
+def test_value_of_a_wrong_type_is_rejected_by_its_field(
+    make: Callable[[], object], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=sentence):
+    with pytest.raises(ConfigError, match=message):
         make()
 
 
-def test_what_stands_for_a_text_is_taken_for_one(tmp_path: Path) -> None:
+def test_paths_numbers_and_lists_are_accepted_where_text_is_expected(tmp_path: Path) -> None:
     assert LaunchConfig(log_dir=tmp_path, preload=["json"]).preload == ["json"]
     script = Script(tmp_path / "train.py", ["--epochs", 3])
     assert (script.path, script.args) == (f"{tmp_path}/train.py", ("--epochs", "3"))
 
 
-def test_a_config_is_refused_by_its_fields_and_a_command_line_by_its_flags() -> None:
+def test_errors_name_fields_of_a_config_and_options_of_a_command_line() -> None:
     fields = "a job with up to 2 nodes requires rdzv_endpoint HOST:PORT .* node_rank"
-    with pytest.raises(ConfigError, match=fields) as refused:
+    with pytest.raises(ConfigError, match=fields) as error:
         LaunchConfig(max_nodes=2)
-    assert pickle.loads(pickle.dumps(refused.value)).args == refused.value.args
+    assert pickle.loads(pickle.dumps(error.value)).args == error.value.args
     flags = "a job with 2 nodes requires --rdzv-endpoint HOST:PORT .* --node-rank"
     with pytest.raises(ConfigError, match=flags):
         parse_launch(["--nnodes", "2", __file__], {})

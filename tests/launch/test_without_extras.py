@@ -1,4 +1,4 @@
-"""A job, each command and all imports work where prometheus-client is not installed."""
+"""A job, each command and all imports work if prometheus-client is not installed."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import subprocess
 import sys
 
 import pytest
+from http_requests import get
 from jobs import PROGRAMS, WITHOUT_TORCH, Job
-from test_observe_port import TALKER, get
 
 from elasticlib.launch.cli_output import CLEAR_SCREEN
 from elasticlib.testing.waiting import wait_until
 
 pytestmark = pytest.mark.faults
 NO_EXTRAS = str(PROGRAMS / "no_extras")
+PRINTING_WORKER = str(PROGRAMS / "printing_worker.py")
 COMMAND = (sys.executable, "-m", "elasticlib.launch.cli")
 
 
@@ -28,8 +29,8 @@ def environment(job: Job, *paths: str) -> dict[str, str]:
     }
 
 
-def said(job: Job, *arguments: str, code: int | None = 0) -> str:
-    """What a command says on both streams."""
+def run_command(job: Job, *arguments: str, code: int | None = 0) -> str:
+    """Run an `elasticlib` command, and return its stdout and stderr."""
     done = subprocess.run(
         (*COMMAND, *arguments),
         env=environment(job, WITHOUT_TORCH),
@@ -43,33 +44,33 @@ def said(job: Job, *arguments: str, code: int | None = 0) -> str:
     return done.stdout
 
 
-def on_a_terminal(job: Job, *arguments: str) -> str:
-    """The same, where stdout is a terminal."""
-    ours, theirs = pty.openpty()
+def run_in_terminal(job: Job, *arguments: str) -> str:
+    """Run an `elasticlib` command whose output is a terminal, and return the output."""
+    terminal, stdout = pty.openpty()
     try:
-        told = environment(job, WITHOUT_TORCH)
-        told.pop("NO_COLOR", None)
+        variables = environment(job, WITHOUT_TORCH)
+        variables.pop("NO_COLOR", None)
         subprocess.run(
             (*COMMAND, *arguments),
-            env=told,
+            env=variables,
             stdin=subprocess.DEVNULL,
-            stdout=theirs,
-            stderr=theirs,
+            stdout=stdout,
+            stderr=stdout,
             timeout=100,
             check=True,
         )
-        return os.read(ours, 1 << 16).decode()
+        return os.read(terminal, 1 << 16).decode()
     finally:
-        os.close(ours)
-        os.close(theirs)
+        os.close(terminal)
+        os.close(stdout)
 
 
-def test_a_job_and_each_command_about_it(job: Job) -> None:
+def test_job_commands_and_imports_work_without_prometheus_client(job: Job) -> None:
     flags = ("--standalone", "--nproc-per-node", "2", "--start-method", "spawn")
     flags = (*flags, "--observe-port", "0", "--rdzv-id", "plain", "--log-dir", f"{job.folder}/logs")
     agent = job.start(
         "a",
-        *job.agent_command(*flags, "--redirects", "3", program=TALKER),
+        *job.agent_command(*flags, "--redirects", "3", program=PRINTING_WORKER),
         PYTHONPATH=os.pathsep.join((NO_EXTRAS, WITHOUT_TORCH)),
     )
     address = agent.wait_for_log(r"at http://(127\.0\.0\.1:\d+)/healthz").group(1)
@@ -78,20 +79,20 @@ def test_a_job_and_each_command_about_it(job: Job) -> None:
     )
     assert get(address, "/healthz") == (200, "RUNNING\n")
     assert get(address, "/status.json")[0] == 200
-    code, words = get(address, "/metrics")
-    assert (code, "elasticlib_up{" in words) == (200, True)
-    assert re.search(r"plain.*RUNNING", said(job, "status", "plain"))
-    assert re.search(r"printing_worker\.py.*in main", said(job, "stacks", "plain"))
-    # Whatever it finds on this machine.
-    assert "shared memory" in said(job, "doctor", code=None)
+    code, metrics = get(address, "/metrics")
+    assert (code, "elasticlib_up{" in metrics) == (200, True)
+    assert re.search(r"plain.*RUNNING", run_command(job, "status", "plain"))
+    assert re.search(r"printing_worker\.py.*in main", run_command(job, "stacks", "plain"))
+    # The exit code depends on this machine.
+    assert "shared memory" in run_command(job, "doctor", code=None)
     job.finish()
     assert agent.exit_code() == 0
     assert "elasticlib report plain" in agent.text
-    shown = on_a_terminal(job, "status", "--watch", "plain")
+    shown = run_in_terminal(job, "status", "--watch", "plain")
     assert shown.startswith(CLEAR_SCREEN)
     assert "SUCCEEDED" in shown
     page = job.folder / "run.html"
-    said(job, "report", "plain", "-o", str(page))
+    run_command(job, "report", "plain", "-o", str(page))
     assert "<svg" in page.read_text()
     imported = subprocess.run(
         (sys.executable, "-c", IMPORT_ALL, str(page)),
@@ -109,7 +110,7 @@ import importlib, pkgutil
 import elasticlib
 
 assert "<svg" in elasticlib.build_report("plain")._repr_html_()
-# Who imports these needs the extras of frameworks.
+# These modules need the extras of frameworks.
 skipped = "integrations.", "examples.with_"
 for found in pkgutil.walk_packages(elasticlib.__path__, "elasticlib."):
     name = found.name.partition(".")[2]

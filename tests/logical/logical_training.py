@@ -1,9 +1,8 @@
 """Training of a small model with logical workers, resumed from a checkpoint if there is one.
 
-A segment of the training is a dict with these keys: `until`, its last step; and optionally `killed`
-(the step in which rank 0 is killed), `members` (the ranks that train, as a group), and `fault` (how
-the last rank, or all of them, differ from what is required). Only a checkpoint carries the state
-from one segment to the next.
+A segment of the training is a dict with these keys: `until`, the last step; optionally `killed`,
+the step in which rank 0 is killed; `members`, the ranks that form a group and train; and `fault`,
+an inconsistency of the last rank or of all ranks. Segments share state only through a checkpoint.
 """
 
 import ctypes
@@ -43,27 +42,27 @@ class Model(nn.Module):
         return self.last(hidden).sum(1) + self.wide(hidden.double()).sum(1).float()
 
 
-def digest(state):
+def compute_digest(state):
     file = io.BytesIO()
     torch.save(state, file)
     values = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     text = hashlib.sha256()
 
-    def walk(value):
+    def add(value):
         if isinstance(value, torch.Tensor):
             plain = value.contiguous()
             text.update(ctypes.string_at(plain.data_ptr(), plain.nbytes))
         elif isinstance(value, dict):
             for key in sorted(value, key=str):
                 text.update(str(key).encode())
-                walk(value[key])
+                add(value[key])
         elif isinstance(value, list):
             for part in value:
-                walk(part)
+                add(part)
         else:
             text.update(repr(value).encode())
 
-    walk(values)
+    add(values)
     return text.hexdigest()
 
 
@@ -74,7 +73,7 @@ def train(folder, segment):
     """
     until, killed, fault = segment["until"], segment.get("killed", -1), segment.get("fault")
     group = dist.new_group(segment["members"]) if "members" in segment else None
-    # A rank that is not in the group leaves at once, while others may still be connecting to it.
+    # A rank outside the group returns at once, while other ranks may still connect to it.
     dist.barrier()
     if dist.get_rank(group) < 0:
         return []
@@ -84,7 +83,7 @@ def train(folder, segment):
     data, targets = torch.randn(SAMPLES, 7), torch.randn(SAMPLES)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    # Buckets of a few numbers, so that there are many, and a short last one.
+    # The buckets are small, so that there are many, and the last one is shorter.
     wrapped = DistributedDataParallel(model) if fault == "parallel" else model
     logical = LogicalWorkers(wrapped, COUNT, seed=3, group=group, bucket_bytes=400)
     path, step, digests = folder / "state.pt", 0, []
@@ -102,12 +101,12 @@ def train(folder, segment):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         step += 1
-        digests = [*digests, digest(model.state_dict())]
+        digests = [*digests, compute_digest(model.state_dict())]
         if dist.get_rank(group) == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             state |= {"logical": logical.state_dict(), "step": step, "digests": digests}
             save_checkpoint(path, state)
-    return [*digests, digest(optimizer.state_dict())]
+    return [*digests, compute_digest(optimizer.state_dict())]
 
 
 def compute(logical, step, killed, dataset):

@@ -1,4 +1,4 @@
-"""docs/bitwise_reproducibility.md: its program prints what the page shows, at each world size."""
+"""The program of docs/bitwise_reproducibility.md has the described result at each world size."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ TEXT, BLOCKS = read_page("bitwise_reproducibility.md")
 FILES = name_blocks([code for kind, code in BLOCKS if kind == "python"])
 
 
-def equal(one: object, other: object) -> bool:
-    """Of states: the same structure, and the same bits in each tensor."""
+def is_equal(one: object, other: object) -> bool:
+    """Return True if two states have the same structure and bitwise equal tensors."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(is_equal(one[key], other[key]) for key in one)
     return one == other
 
 
-def world_and_arguments(command: str) -> tuple[int, list[str]]:
-    """What a command line of the page asks for; a world of 0 without a launcher."""
-    found = re.fullmatch(r"elasticrun --nproc-per-node (\d) train.py (.*)", command)
-    alone = re.fullmatch(r"python train.py (.*)", command)
-    if found is None:
-        assert alone is not None, command
-        return 0, alone[1].split()
-    return int(found[1]), found[2].split()
+def parse_command(command: str) -> tuple[int, list[str]]:
+    """Return the world size and the arguments in a command; the size is 0 without a launcher."""
+    match = re.fullmatch(r"elasticrun --nproc-per-node (\d) train.py (.*)", command)
+    single = re.fullmatch(r"python train.py (.*)", command)
+    if match is None:
+        assert single is not None, command
+        return 0, single[1].split()
+    return int(match[1]), match[2].split()
 
 
 def run_program(program: Path, arguments: list[str]) -> None:
@@ -48,19 +48,19 @@ def test_each_block_of_the_page_has_a_test() -> None:
     assert len(BLOCKS) == 2
 
 
-def test_the_pages_program_ends_alike_with_a_resize_and_without(
+def test_the_program_of_the_page_has_equal_results_with_and_without_a_resize(
     ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "train.py"
     program.write_text(FILES["train.py"])
-    (alone,) = re.findall(r"^`(python train.py .*?)`", TEXT, re.MULTILINE)
+    (single_process,) = re.findall(r"^`(python train.py .*?)`", TEXT, re.MULTILINE)
     monkeypatch.chdir(tmp_path)
-    for command in (*COMMANDS, alone):
-        world, arguments = world_and_arguments(command)
+    for command in (*COMMANDS, single_process):
+        world, arguments = parse_command(command)
         ranks.run(run_program, max(1, world), program, arguments, backend="", launched=world > 0)
     resized, undisturbed = (
         load_checkpoint(tmp_path / name / "step-10.pt") for name in ("checkpoints", "elsewhere")
     )
-    assert equal(resized, undisturbed)
+    assert is_equal(resized, undisturbed)
     assert undisturbed["sampler"]["epoch"] == 1
-    assert not equal(resized, load_checkpoint(tmp_path / "checkpoints" / "step-9.pt"))
+    assert not is_equal(resized, load_checkpoint(tmp_path / "checkpoints" / "step-9.pt"))

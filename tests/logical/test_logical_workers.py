@@ -1,6 +1,7 @@
-"""The same weights at any world size: training by real ranks over gloo, with kills and resizes.
+"""Logical workers give bitwise equal weights at any world size, with kills and resizes.
 
-Semantics and errors are tested in this process, without a process group.
+The first tests train with worker processes over gloo. The other tests run in this process, without
+a process group.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ JOBS = {
     ],
     "a group in a larger world": [{"world": 3, "until": LAST, "members": [1, 2]}],
 }
+# The inconsistency of each faulty job, and the error that all of its ranks raise.
 FAULTY = {
     "weights": r"ranks 0 and 2 .*weights is \w+ and \w+ .*load the same checkpoint",
     "threads": r"ranks 0 and 2 .*threads is 1 and 2 .*torch.set_num_threads\(1\)",
     "parallel": ".*DistributedDataParallel",
 }
-"""What differs between the ranks, and the message that all of them raise."""
 
 FAULTY_JOBS = {fault: [{"world": 3, "until": 1, "fault": fault}] for fault in FAULTY}
 
@@ -106,10 +107,10 @@ def test_the_gradient_is_that_of_the_global_batch_except_for_rounding(count):
     )
     x = x.double()
     loss_of(model, x).backward()
-    whole = [parameter.grad for parameter in model.parameters()]
+    gradients = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
     run_step(LogicalWorkers(model, count), x)
-    for parameter, grad in zip(model.parameters(), whole, strict=True):
+    for parameter, grad in zip(model.parameters(), gradients, strict=True):
         torch.testing.assert_close(parameter.grad, grad)
 
 
@@ -126,7 +127,7 @@ def test_gradients_are_added_along_the_tree_and_not_one_by_one():
 
 
 def test_a_missing_gradient_counts_as_positive_zero():
-    """It does so whether a sum starts with it, adds it, or copies it."""
+    """The result is the same whether a sum starts with the gradient, adds it or copies it."""
     signs = {}
     for absent in (0, 1, 2):
         model = nn.Linear(1, 1, bias=False)
@@ -201,12 +202,12 @@ def test_random_numbers_depend_only_on_seed_step_and_worker():
     model = nn.Linear(1, 1)
 
     def drawn(logical, step):
-        found = []
+        values = []
         for worker in logical.step(step):
-            found += [torch.rand(1).item(), torch.rand(1, generator=worker.generator).item()]
+            values += [torch.rand(1).item(), torch.rand(1, generator=worker.generator).item()]
             model(torch.ones(1, 1)).sum().backward()
         logical.reduce()
-        return [*found, torch.rand(1).item()]
+        return [*values, torch.rand(1).item()]
 
     logical, again, other = (LogicalWorkers(model, 3, seed=seed) for seed in (7, 7, 8))
     first, second = drawn(logical, 0), drawn(logical, 1)
@@ -248,7 +249,7 @@ def test_gradients_reuse_the_same_memory_at_each_step():
     for step in range(12):
         run_step(logical, x, step)
         addresses.append(model.weight.grad.data_ptr())
-    assert len(set(addresses)) <= 3  # three buffers are used in turn
+    assert len(set(addresses)) <= 3  # The gradients alternate between three buffers.
 
 
 # -- Unsupported models and settings ---------------------------------------------------------------

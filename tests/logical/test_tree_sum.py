@@ -20,23 +20,25 @@ counts_and_worlds = st.integers(1, 300).flatmap(
 )
 
 
-def additions_by_recursion(start, stop):
+def compute_additions_recursively(start, stop):
     """Return the additions as nested pairs; a left half has the largest possible power of two."""
     if stop - start == 1:
         return start
     half = 1 << (stop - start - 1).bit_length() - 1
-    return additions_by_recursion(start, start + half), additions_by_recursion(start + half, stop)
+    return compute_additions_recursively(start, start + half), compute_additions_recursively(
+        start + half, stop
+    )
 
 
-def pair(left, right):
+def add(left, right):
     return left, right
 
 
-def additions_by_ranks(count, world):
+def compute_additions_of_ranks(count, world):
     """Return the additions of the ranks: first in each share, then of the remaining sums."""
-    tree = TreeSum(count, pair)
+    tree = TreeSum(count, add)
     for rank in range(world):
-        own = TreeSum(count, pair)
+        own = TreeSum(count, add)
         for worker in logical_workers_of_rank(count, world, rank):
             own.push(range(worker, worker + 1), worker)
         assert [node for node, _ in own.pending] == local_subtrees(count, world, rank)
@@ -47,24 +49,28 @@ def additions_by_ranks(count, world):
 
 @pytest.mark.parametrize(("count", "world"), CASES)
 def test_the_additions_are_the_same_at_any_world_size(count, world):
-    assert additions_by_ranks(count, world) == [(range(count), additions_by_recursion(0, count))]
+    assert compute_additions_of_ranks(count, world) == [
+        (range(count), compute_additions_recursively(0, count))
+    ]
 
 
 @given(counts_and_worlds)
 def test_the_additions_are_the_same_for_many_logical_workers(case):
-    assert additions_by_ranks(*case) == [(range(case[0]), additions_by_recursion(0, case[0]))]
+    assert compute_additions_of_ranks(*case) == [
+        (range(case[0]), compute_additions_recursively(0, case[0]))
+    ]
 
 
-def max_pending(count, world, rank):
+def compute_max_pending(count, world, rank):
     """Return how many sums a rank stores at most at the same time."""
-    own, most = TreeSum(count, pair), 0
+    own, most = TreeSum(count, add), 0
     for worker in logical_workers_of_rank(count, world, rank):
         own.push(range(worker, worker + 1), worker)
         most = max(most, len(own.pending))
     return most
 
 
-def gradients_sent(count, world, rank):
+def compute_gradients_sent(count, world, rank):
     """Return what a rank sends in a step, in units of a whole gradient.
 
     It sends a slice of each of its sums to each rank, and the result of its own slice to all.
@@ -77,18 +83,22 @@ def test_a_rank_stores_and_sends_few_sums(count, world):
     bound = max(1, 2 * math.log2(count))
     for rank in range(world):
         assert 1 <= len(local_subtrees(count, world, rank)) <= bound
-        assert len(local_subtrees(count, world, rank)) <= max_pending(count, world, rank) <= bound
+        assert (
+            len(local_subtrees(count, world, rank))
+            <= compute_max_pending(count, world, rank)
+            <= bound
+        )
 
 
 def test_one_process_stores_as_many_sums_as_the_tree_has_levels():
     for count in range(2, 200):
-        assert max_pending(count, 1, 0) == count.bit_length() - 1
+        assert compute_max_pending(count, 1, 0) == count.bit_length() - 1
 
 
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 def test_powers_of_two_send_as_much_as_a_ring_all_reduce(world):
     for rank in range(world):
-        assert gradients_sent(8, world, rank) == 2 * (world - 1) / world
+        assert compute_gradients_sent(8, world, rank) == 2 * (world - 1) / world
 
 
 @given(st.integers(0, 1000), st.integers(1, 50))

@@ -1,4 +1,4 @@
-"""What tests of observing share: a node's store, and that of who looks at it."""
+"""Fixtures of the tests of observability: two clients of one store."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elasticlib.stores.interface import Store
 
 @pytest.fixture(params=["tcp", "file"])
 def stores(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Store, Store]]:
-    """A node's client and that of who looks or asks."""
+    """The client of a node, and the client of a process that reads its status or its stacks."""
     with contextlib.ExitStack() as stack:
         if request.param == "file":
             pair = [FileStore(tmp_path) for _ in range(2)]

@@ -41,6 +41,7 @@ class Progress:
 
     def __init__(self):
         self.rows, self.step = [], None
+        self.net = None  # of an example that trains in a function, whose variables do not remain
 
     def record_resume(self, step):
         self.step = step
@@ -103,8 +104,9 @@ def watch_transformers():
 def watch_manager():
     restore = CheckpointManager.restore
 
-    def restore_and_record(self, *args, **rest):
-        result = restore(self, *args, **rest)
+    def restore_and_record(self, state, **rest):
+        result = restore(self, state, **rest)
+        progress.net = state["model"]
         progress.record_resume(result.step)
         return result
 
@@ -117,4 +119,5 @@ del sys.argv[1:5]
 example = f"elasticlib.examples.with_{name}"
 variables = runpy.run_module(example, run_name="__main__", alter_sys=True)
 if os.environ["RANK"] == "0":
-    print(f"weights sha256 {weights_sha256(variables['net'].cpu())}", flush=True)
+    net = variables["net"] if progress.net is None else progress.net
+    print(f"weights sha256 {weights_sha256(net.cpu())}", flush=True)

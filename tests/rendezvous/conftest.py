@@ -1,4 +1,4 @@
-"""Handlers of a job in this process. Their threads end before the test does."""
+"""Fixture with the handlers of a job in this process. Their threads end before the test ends."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from test_handlers import Cluster
+from handler_cluster import HandlerCluster
 
 
 @pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    cluster = Cluster()
+def cluster() -> Iterator[HandlerCluster]:
+    cluster = HandlerCluster()
     yield cluster
     cluster.close()
     for thread in threading.enumerate():

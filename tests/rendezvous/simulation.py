@@ -1,7 +1,17 @@
-"""Simulated cluster for tests of the rendezvous: many nodes, one store, and faults from a seed.
+"""Discrete-event simulation of a job: many nodes, one store, and random faults.
 
-Each node runs the real `LocalNode` step by step; the simulator chooses when each step happens,
-what fails, and how each node's clock differs in origin and rate. The same seed is the same run.
+The simulation runs the real rendezvous code, `LocalNode` over a `MemoryStore`, without threads and
+without waiting. Simulated are time, the workers of a node, and the faults:
+
+- A priority queue holds all future events. The simulation sets its clock to the time of the next
+  event and executes it. Each node reads a clock of its own, which differs in origin and in rate.
+- A node alternates between two events: it publishes its record and polls the store, and later it
+  decides on what it has read and writes. Other nodes act between the two, so races happen.
+- Faults are crashes, pauses, partitions, store resets, lost workers and others, see `Faults`.
+
+Safety is checked after each write of the membership document, and liveness after the last fault:
+all nodes that are alive must then agree on one generation within a bounded time. All random numbers
+derive from one seed, so a run with the same seed has the same events.
 """
 
 from __future__ import annotations
@@ -39,11 +49,11 @@ RUN_ID = "sim"
 
 @attrs.frozen
 class Faults:
-    """Numbers of random faults.
+    """Number of random faults of each kind.
 
-    With worker losses, about half of the nodes retain the other workers, join the next generation
-    with these, and admit a replacement later. Such a node starts its workers before it joins if it
-    has none left, or if the leader can regroup.
+    If there are worker losses, about half of the nodes retain their other workers, join the next
+    generation with these, and admit a replacement later. Such a node starts its workers before it
+    joins if it has none left, or if the leader can regroup.
     """
 
     crashes: int = 3
@@ -51,13 +61,14 @@ class Faults:
     leaves: int = 1
     worker_failures: int = 2
     pauses: int = 2  # a node does not run for a while (SIGSTOP)
-    partitions: int = 0  # a node does not reach the store for a while
-    store_resets: int = 0  # the store is empty afterwards
+    partitions: int = 0  # a node cannot reach the store for a while
+    store_resets: int = 0  # the store loses all keys
     duplicate_wakeups: int = 0  # a node acts on an old snapshot again, later
     span: float = 30.0  # seconds over which the faults are distributed
     drains: int = 0  # a node announces that it leaves, and leaves when its workers have stopped
     worker_losses: int = 0  # one of several workers of a node is lost
     restart_requests: int = 0  # a node passes on the request to restart all workers
+    bad_nodes: int = 0  # the workers of so many nodes fail soon after each start, during `span`
 
 
 class SimEventKind(enum.Enum):
@@ -73,7 +84,7 @@ class SimEventKind(enum.Enum):
     PAUSES = "is paused"
     CRASHES = "crashes"
     LEAVES = "leaves"
-    PARTITIONED = "does not reach the store"
+    PARTITIONED = "cannot reach the store"
     RESETS = "is empty again"
     DRAINS = "announces that it leaves"
     REPEATS = "acts on an old snapshot"
@@ -95,22 +106,22 @@ class InvariantViolation(AssertionError):
     """An invariant of the rendezvous is violated. The message has the seed and the last events."""
 
 
-# -- one agent, and the store as it reaches it -----------------------------------------------------
+# -- a node and its store --------------------------------------------------------------------------
 
 
 class WatchedStore(MemoryStore):
-    """A memory store that reports each document that is written, and supports partitions."""
+    """A memory store that calls a function after each write of the document, and has partitions."""
 
-    def __init__(self, clock: Callable[[], float], seen: Callable[[Membership], None]) -> None:
+    def __init__(self, clock: Callable[[], float], on_write: Callable[[Membership], None]) -> None:
         super().__init__(clock=clock)
-        self._seen = seen
-        self._is_cut: Callable[[], bool] = lambda: False
+        self._on_write = on_write
+        self._is_partitioned: Callable[[], bool] = lambda: False
 
     def client_of(self, node: SimulatedNode) -> WatchedStore:
         """Return a client that raises errors while the node is partitioned from the store."""
         client = self.client()
         assert isinstance(client, WatchedStore)
-        client._seen, client._is_cut = self._seen, lambda: node.cut
+        client._on_write, client._is_partitioned = self._on_write, lambda: node.is_partitioned
         return client
 
     def document(self) -> Membership | None:
@@ -122,17 +133,17 @@ class WatchedStore(MemoryStore):
     def compare_set(
         self, key: str, value: bytes, *, expected: int, ttl: float | None = None
     ) -> CompareSetResult:
-        outcome = super().compare_set(key, value, expected=expected, ttl=ttl)
-        if outcome.succeeded and key == StoreKeys(RUN_ID).state:
+        result = super().compare_set(key, value, expected=expected, ttl=ttl)
+        if result.succeeded and key == StoreKeys(RUN_ID).state:
             document = self.document()
             assert document is not None
-            self._seen(document)
-        return outcome
+            self._on_write(document)
+        return result
 
     @contextmanager
     def _exclusive(self) -> Iterator[KeySpace]:
-        if self._is_cut():
-            raise StoreConnectionError("cut from the store")
+        if self._is_partitioned():
+            raise StoreConnectionError("the node is partitioned from the store")
         with super()._exclusive() as space:
             yield space
 
@@ -142,169 +153,182 @@ class SimulatedNode:
 
     def __init__(self, simulation: Simulation, index: int) -> None:
         self._simulation = simulation
-        draw = simulation.random
+        rng = simulation.random
         self.name = f"node{index}"
-        self.alive = True
+        self.is_alive = True
         self.paused_until = 0.0
-        self.cut_until = 0.0
-        self._origin = draw.uniform(-1e6, 1e6)
-        self._rate = draw.uniform(0.9, 1.1)
-        hint = index % simulation.limits.max_nodes if simulation.limits.has_fixed_ranks else None
-        loses = simulation.faults.worker_losses > 0
-        self.workers = draw.randint(1, 3) if loses else 1
-        self.retains_workers = loses and draw.random() < 0.5
-        node = Node(f"{self.name}-1", self.name, "127.0.0.1", slots=self.workers, rank_hint=hint)
+        self.partitioned_until = 0.0
+        self._origin = rng.uniform(-1e6, 1e6)
+        self._rate = rng.uniform(0.9, 1.1)
+        hint = (
+            index % simulation.settings.max_nodes if simulation.settings.has_fixed_ranks else None
+        )
+        has_worker_losses = simulation.faults.worker_losses > 0
+        self.num_workers = rng.randint(1, 3) if has_worker_losses else 1
+        self.retains_workers = has_worker_losses and rng.random() < 0.5
+        node = Node(
+            f"{self.name}-1", self.name, "127.0.0.1", slots=self.num_workers, rank_hint=hint
+        )
         self.id = node.id
-        self.alive_workers = self.workers
+        self.num_alive_workers = self.num_workers
         self._starts = 0
-        # The numbers of workers that the node has announced for the next generation.
-        self.announced: set[int] = {self.workers}
-        self.part = LocalNode(
+        # Numbers of workers that the node has announced since its last generation.
+        self.announced_slots: set[int] = {self.num_workers}
+        self.local_node = LocalNode(
             simulation.store.client_of(self),
             RUN_ID,
             node,
-            simulation.limits,
+            simulation.settings,
             RendezvousTimeouts(
-                lease_ttl=simulation.lease, keep_alive_interval=simulation.lease / 5
+                lease_ttl=simulation.lease_ttl, keep_alive_interval=simulation.lease_ttl / 5
             ),
         )
-        self.part.intent = self.intent.request_join()
-        self._stopping = False
+        self.local_node.intent = self.intent.request_join()
+        self._is_stopping = False
+        self._is_bad = index < simulation.faults.bad_nodes
 
     @property
     def intent(self) -> NodeIntent:
-        return self.part.intent
+        return self.local_node.intent
 
     @property
-    def training(self) -> int:
+    def training_generation(self) -> int:
         """Return the generation whose workers run on this node, or 0."""
         return 0 if self.intent.is_joining else self.intent.current_generation
 
     @property
-    def cut(self) -> bool:
-        """True if the node does not reach the store at present."""
-        return self._simulation.now < self.cut_until
+    def is_partitioned(self) -> bool:
+        """True while the node cannot reach the store."""
+        return self._simulation.now < self.partitioned_until
 
-    def turn(self) -> None:
-        """Publish and read now, but decide and write later, so that another node can be faster."""
-        if not self.alive or self._wait_out_pause(self.turn):
+    def step(self) -> None:
+        """Publish and poll now, and decide and write later, so that another node can be faster."""
+        if not self.is_alive or self._wait_out_pause(self.step):
             return
         try:
-            reading = self._look()
+            snapshot = self._publish_and_poll()
         except StoreConnectionError:
-            self._simulation.after(self._simulation.random.uniform(0.05, 1.0), self.turn)
+            self._simulation.schedule(self._simulation.random.uniform(0.05, 1.0), self.step)
             return
         delay = self._simulation.random.choice((0.0, 0.001, 0.05, 0.3))
-        self._simulation.after(delay, lambda: self._act(reading))
+        self._simulation.schedule(delay, lambda: self._reconcile(snapshot))
 
-    def _look(self) -> JobSnapshot:
+    def _publish_and_poll(self) -> JobSnapshot:
         now = self._simulation.now * self._rate + self._origin
-        if self.part.snapshot is None:
-            leader = self.part.read(now).leader
+        if self.local_node.snapshot is None:
+            leader = self.local_node.read(now).leader
             if self.retains_workers and leader is not None and leader.can_regroup:
                 self._start_early()
-        self.part.publish(now)
-        reading = self.part.poll(now)
-        self._handle(reading)
-        return reading
+        self.local_node.publish(now)
+        snapshot = self.local_node.poll(now)
+        self._follow_membership(snapshot)
+        return snapshot
 
-    def _act(self, reading: JobSnapshot) -> None:
-        if not self.alive or self._wait_out_pause(lambda: self._act(reading)):
+    def _reconcile(self, snapshot: JobSnapshot) -> None:
+        if not self.is_alive or self._wait_out_pause(lambda: self._reconcile(snapshot)):
             return
-        pause = self._write(reading)
-        self._simulation.after(pause, self.turn)
+        pause = self._reconcile_and_write(snapshot)
+        self._simulation.schedule(pause, self.step)
 
-    def _write(self, reading: JobSnapshot) -> float:
-        """Reconcile, and return the seconds until the next turn."""
+    def _reconcile_and_write(self, snapshot: JobSnapshot) -> float:
+        """Reconcile, and return the seconds until the next step."""
         try:
-            decision, won = self.part.reconcile_and_write(reading)
+            decision, was_written = self.local_node.reconcile_and_write(snapshot)
         except StoreConnectionError:
             return 0.1
         if decision.new_membership is None:
             return self._simulation.random.uniform(0.05, 1.0)
-        kind = SimEventKind.WRITES if won else SimEventKind.LOSES
-        lost = "" if won else "lost the race: "
-        self._simulation.record(self.name, kind, f"{lost}{decision.reason}")
+        kind = SimEventKind.WRITES if was_written else SimEventKind.LOSES
+        prefix = "" if was_written else "lost the race: "
+        self._simulation.record(self.name, kind, f"{prefix}{decision.reason}")
         return 0.01
 
     def _wait_out_pause(self, then: Callable[[], None]) -> bool:
-        left = self.paused_until - self._simulation.now
-        if left > 0:
-            self._simulation.after(left, then)
-        return left > 0
+        remaining_s = self.paused_until - self._simulation.now
+        if remaining_s > 0:
+            self._simulation.schedule(remaining_s, then)
+        return remaining_s > 0
 
-    def _handle(self, reading: JobSnapshot) -> None:
-        if self.intent.final_change(reading.state) is not None:
+    def _follow_membership(self, snapshot: JobSnapshot) -> None:
+        if self.intent.final_change(snapshot.state) is not None:
             self.leave()
         elif self.intent.is_joining:
-            if self.part.enter_generation() is not None:
+            if self.local_node.enter_generation() is not None:
                 self._start()
-        elif not self._stopping and self.intent.change(reading.state) is not None:
-            self._stopping = True
-            self._simulation.after(self._simulation.random.uniform(0.0, 2.0), self._stopped)
+        elif not self._is_stopping and self.intent.change(snapshot.state) is not None:
+            self._is_stopping = True
+            self._simulation.schedule(self._simulation.random.uniform(0.0, 2.0), self._on_stopped)
 
     def _start(self) -> None:
         assignment = self._simulation.check_assignment(self)
-        what = f"rank {assignment.group_rank} of {assignment.num_nodes} in {self.training}"
-        self._simulation.record(self.name, SimEventKind.STARTS, what)
-        self.alive_workers, self.announced = (
-            assignment.local_world_size,
-            {assignment.local_world_size},
+        text = (
+            f"starts as rank {assignment.group_rank} of {assignment.num_nodes} in generation "
+            f"{self.training_generation}"
         )
-        self.part.can_regroup = self.retains_workers
-        self.part.intent = self.intent.with_node_fields(slots=assignment.local_world_size)
-        if assignment.local_world_size < self.workers:
+        self._simulation.record(self.name, SimEventKind.STARTS, text)
+        self.num_alive_workers = assignment.local_world_size
+        self.announced_slots = {assignment.local_world_size}
+        self.local_node.can_regroup = self.retains_workers
+        self.local_node.intent = self.intent.with_node_fields(slots=assignment.local_world_size)
+        if self._is_bad:
+            fail = partial(self._fail_again, self.intent.node.membership_id)
+            self._simulation.schedule(self._simulation.random.uniform(0.0, 2.0), fail)
+        if assignment.local_world_size < self.num_workers:
             ready = partial(self._admit_workers, self.intent.node.membership_id)
-            self._simulation.after(self._simulation.random.uniform(0.0, 3.0), ready)
+            self._simulation.schedule(self._simulation.random.uniform(0.0, 3.0), ready)
 
     def _admit_workers(self, membership: str) -> None:
         """Admit the replacement workers, if their generation is still current."""
-        held = self.intent.node.membership_id
-        if self.alive and self.training and held == membership and not self._stopping:
+        is_current = self.intent.node.membership_id == membership
+        if self.is_alive and self.training_generation and is_current and not self._is_stopping:
             self._simulation.record(
-                self.name, SimEventKind.ADMITS_WORKERS, f"has {self.workers} workers ready"
+                self.name, SimEventKind.ADMITS_WORKERS, f"has {self.num_workers} workers ready"
             )
-            self.alive_workers = self.workers
-            self._announce(self.workers)
+            self.num_alive_workers = self.num_workers
+            self._announce(self.num_workers)
 
     def _start_early(self) -> None:
-        """Start workers before joining. The other nodes continue until the workers are ready."""
+        """Start workers before the node joins. The other nodes continue until these are ready."""
         self._simulation.record(
-            self.name, SimEventKind.STARTS_EARLY, f"starts {self.workers} workers"
+            self.name, SimEventKind.STARTS_EARLY, f"starts {self.num_workers} workers"
         )
-        self.alive_workers = self.workers
+        self.num_alive_workers = self.num_workers
         self._starts += 1
         self._announce(0)
         ready = partial(self._on_ready, self._starts)
-        self._simulation.after(self._simulation.random.uniform(0.0, 5.0), ready)
+        self._simulation.schedule(self._simulation.random.uniform(0.0, 5.0), ready)
 
     def _on_ready(self, start: int) -> None:
-        gone = not self.alive or self.training or start != self._starts
-        if not gone and not self._wait_out_pause(lambda: self._on_ready(start)):
-            self._announce(self.alive_workers or self.workers)
+        is_outdated = not self.is_alive or self.training_generation or start != self._starts
+        if not is_outdated and not self._wait_out_pause(lambda: self._on_ready(start)):
+            self._announce(self.num_alive_workers or self.num_workers)
 
-    def _announce(self, slots: int, *, kept: bool = False) -> None:
-        self.announced.add(slots)
-        self.part.intent = self.intent.with_node_fields(slots=slots, has_retained_workers=kept)
+    def _announce(self, slots: int, *, retained: bool = False) -> None:
+        self.announced_slots.add(slots)
+        self.local_node.intent = self.intent.with_node_fields(
+            slots=slots, has_retained_workers=retained
+        )
 
-    def _stopped(self) -> None:
-        if self.alive and not self._wait_out_pause(self._stopped):
+    def _on_stopped(self) -> None:
+        if self.is_alive and not self._wait_out_pause(self._on_stopped):
             self._simulation.record(
-                self.name, SimEventKind.STOPS, f"has stopped those of {self.training}"
+                self.name,
+                SimEventKind.STOPS,
+                f"has stopped the workers of generation {self.training_generation}",
             )
-            self._stopping = False
+            self._is_stopping = False
             if self.intent.node.drain_reason:
                 self.leave()
                 return
-            self.announced.clear()
+            self.announced_slots.clear()
             self._starts += 1
-            kept = self.alive_workers if self.retains_workers else 0
-            self._announce(kept or self.workers, kept=kept > 0)
-            state = self.part.state
-            if self.retains_workers and not kept and state is not None and state.num_nodes > 1:
-                self.announced.clear()
+            retained = self.num_alive_workers if self.retains_workers else 0
+            self._announce(retained or self.num_workers, retained=retained > 0)
+            state = self.local_node.state
+            if self.retains_workers and not retained and state is not None and state.num_nodes > 1:
+                self.announced_slots.clear()
                 self._start_early()
-            self.part.intent = self.intent.request_join()
+            self.local_node.intent = self.intent.request_join()
 
     def reset_store(self) -> None:
         """Empty the store, like a restart of a store in memory."""
@@ -315,109 +339,116 @@ class SimulatedNode:
 
     def crash(self) -> None:
         self._simulation.record(self.name, SimEventKind.CRASHES, "crashes")
-        self.alive = False
+        self.is_alive = False
 
     def leave(self) -> None:
         self._simulation.record(self.name, SimEventKind.LEAVES, "leaves")
-        self.alive = False
-        if not self.cut:
-            self.part.delete_leases()
+        self.is_alive = False
+        if not self.is_partitioned:
+            self.local_node.delete_leases()
 
     def fail_workers(self) -> None:
-        if self.training and not self._stopping:
+        if self.training_generation and not self._is_stopping:
             self._simulation.record(self.name, SimEventKind.FAILS, "its workers fail")
-            self.alive_workers = 0
-            self.part.intent = self.intent.record_failure("exit code 1")
+            self.num_alive_workers = 0
+            self.local_node.intent = self.intent.record_failure("exit code 1")
+
+    def _fail_again(self, membership: str) -> None:
+        """Fail as a bad node does, if this generation is still current."""
+        is_current = self.intent.node.membership_id == membership
+        if self.is_alive and is_current and self._simulation.now < self._simulation.faults.span:
+            self.fail_workers()
 
     def lose_worker(self) -> None:
         """Lose one of several workers. The others are stopped, if they are not retained."""
-        if not self.alive_workers or self.intent.has_not_joined:
+        if not self.num_alive_workers or self.intent.has_not_joined:
             return
         self._simulation.record(self.name, SimEventKind.FAILS, "one of its workers is lost")
-        self.alive_workers -= 1
-        if not self.training:
-            left, ahead = self.alive_workers, not self.intent.node.slots
-            if not left or not self.retains_workers:
-                self._announce(self.workers)
-            elif not ahead:
-                self._announce(left, kept=self.intent.node.has_retained_workers)
-        elif not self._stopping:
-            self.part.intent = self.intent.record_failure("killed")
+        self.num_alive_workers -= 1
+        if not self.training_generation:
+            is_starting_early = not self.intent.node.slots
+            if not self.num_alive_workers or not self.retains_workers:
+                self._announce(self.num_workers)
+            elif not is_starting_early:
+                self._announce(
+                    self.num_alive_workers, retained=self.intent.node.has_retained_workers
+                )
+        elif not self._is_stopping:
+            self.local_node.intent = self.intent.record_failure("killed")
 
     def drain(self) -> None:
-        """Leave at once if there are no workers, else after all nodes have stopped theirs."""
-        if not self.training:
+        """Leave at once if the node has no workers, or else after all nodes have stopped theirs."""
+        if not self.training_generation:
             self.leave()
         elif not self.intent.node.drain_reason:
             self._simulation.record(self.name, SimEventKind.DRAINS, "announces that it leaves")
-            self.part.intent = self.intent.with_node_fields(drain_reason="drain")
+            self.local_node.intent = self.intent.with_node_fields(drain_reason="drain")
 
     def request_restart(self) -> None:
-        if self.training and not self._stopping:
+        if self.training_generation and not self._is_stopping:
             self._simulation.record(self.name, SimEventKind.REQUESTS, "requests a restart")
-            self.part.intent = self.intent.request_restart("a restart request")
+            self.local_node.intent = self.intent.request_restart("a restart request")
 
     def pause(self, seconds: float) -> None:
         self.paused_until = self._simulation.now + seconds
-        what = f"is paused for {seconds:.1f} s"
-        self._simulation.record(self.name, SimEventKind.PAUSES, what)
+        self._simulation.record(self.name, SimEventKind.PAUSES, f"is paused for {seconds:.1f} s")
 
-    def cut_off(self, seconds: float) -> None:
-        self.cut_until = self._simulation.now + seconds
-        what = f"does not reach the store for {seconds:.1f} s"
-        self._simulation.record(self.name, SimEventKind.PARTITIONED, what)
+    def partition(self, seconds: float) -> None:
+        self.partitioned_until = self._simulation.now + seconds
+        text = f"cannot reach the store for {seconds:.1f} s"
+        self._simulation.record(self.name, SimEventKind.PARTITIONED, text)
 
     def repeat(self, delay: float) -> None:
         """Act again on the current snapshot after a delay."""
-        reading = self.part.snapshot
-        if reading is not None:
+        snapshot = self.local_node.snapshot
+        if snapshot is not None:
             self._simulation.record(self.name, SimEventKind.REPEATS, f"acts again in {delay:.1f} s")
-            self._simulation.after(delay, lambda: self._act_again(reading))
+            self._simulation.schedule(delay, lambda: self._reconcile_again(snapshot))
 
-    def _act_again(self, reading: JobSnapshot) -> None:
-        if self.alive and not self._wait_out_pause(lambda: self._act_again(reading)):
-            self._write(reading)
+    def _reconcile_again(self, snapshot: JobSnapshot) -> None:
+        if self.is_alive and not self._wait_out_pause(lambda: self._reconcile_again(snapshot)):
+            self._reconcile_and_write(snapshot)
 
 
 # -- the simulation --------------------------------------------------------------------------------
 
 
 class Simulation:
-    """A simulated job with random faults. `run` checks the invariants after each write."""
+    """A simulated job with random faults. It checks the invariants after each write."""
 
     def __init__(
         self,
         seed: int,
-        limits: RendezvousSettings | None = None,
+        settings: RendezvousSettings | None = None,
         *,
         nodes: int = 4,
         faults: Faults | None = None,
-        lease: float = 5.0,
+        lease_ttl: float = 5.0,
     ) -> None:
         self.seed = seed
         self.random = random.Random(seed)
-        self.limits = limits or RendezvousSettings(1, 6, max_restarts=100)
-        self.lease = lease
+        self.settings = settings or RendezvousSettings(1, 6, max_restarts=100)
+        self.lease_ttl = lease_ttl
         self.now = 0.0
         self.event_log: list[SimEvent] = []
         self.documents: list[Membership] = []  # every document written, in order
         self.faults = faults or Faults()
-        self._fixed = self.limits.has_fixed_ranks
-        self._last: dict[str, Membership] = {}
+        self._has_fixed_ranks = self.settings.has_fixed_ranks
+        self._last_document: dict[str, Membership] = {}
         self._assignments: dict[str, dict[int, str]] = {}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._count = 0
-        self.store = WatchedStore(lambda: self.now, self._watch)
+        self._num_scheduled = 0
+        self.store = WatchedStore(lambda: self.now, self._check_write)
         self.nodes: list[SimulatedNode] = []
         for _ in range(nodes):
-            self.after(self.random.uniform(0.0, 3.0), self.add_node)
+            self.schedule(self.random.uniform(0.0, 3.0), self.add_node)
         self._plan_faults()
 
     # -- events -------------------------------------------------------------------------------
 
-    def after(self, delay: float, event: Callable[[], None]) -> None:
-        self._count += 1
-        heapq.heappush(self._events, (self.now + delay, self._count, event))
+    def schedule(self, delay: float, event: Callable[[], None]) -> None:
+        self._num_scheduled += 1
+        heapq.heappush(self._events, (self.now + delay, self._num_scheduled, event))
 
     def record(self, node: str, kind: SimEventKind, text: str) -> None:
         self.event_log.append(SimEvent(round(self.now, 3), node, kind, text))
@@ -426,24 +457,24 @@ class Simulation:
         node = SimulatedNode(self, len(self.nodes))
         self.nodes.append(node)
         self.record(node.name, SimEventKind.JOINS, "joins")
-        node.turn()
+        node.step()
 
     def run(self) -> Simulation:
-        """Run the faults, and then until all nodes agree.
+        """Run until the last fault, and then until all nodes agree.
 
         Raises:
             InvariantViolation: An invariant is violated, or the nodes do not agree in time.
         """
-        quiet_from = self.faults.span + 3.0
-        self._play_until(quiet_from)
-        deadline = quiet_from + 20 * self.lease + 20
+        last_fault_at = self.faults.span + 3.0
+        self._run_until(last_fault_at)
+        deadline = last_fault_at + 20 * self.lease_ttl + 20
         while not self._is_converged() and self.now < deadline:
-            self._play_until(self.now + 1.0)
+            self._run_until(self.now + 1.0)
         if not self._is_converged():
-            self._fail(f"no common generation {deadline - quiet_from:g} s after the last fault")
+            self._fail(f"no common generation {deadline - last_fault_at:g} s after the last fault")
         return self
 
-    def _play_until(self, time: float) -> None:
+    def _run_until(self, time: float) -> None:
         while self._events and self._events[0][0] <= time:
             self.now, _, event = heapq.heappop(self._events)
             event()
@@ -455,10 +486,10 @@ class Simulation:
             (faults.crashes, SimulatedNode.crash),
             (faults.leaves, SimulatedNode.leave),
             (faults.worker_failures, SimulatedNode.fail_workers),
-            (faults.pauses, lambda node: node.pause(self.random.uniform(0.0, 3 * self.lease))),
+            (faults.pauses, lambda node: node.pause(self.random.uniform(0.0, 3 * self.lease_ttl))),
             (
                 faults.partitions,
-                lambda node: node.cut_off(self.random.uniform(0.0, 3 * self.lease)),
+                lambda node: node.partition(self.random.uniform(0.0, 3 * self.lease_ttl)),
             ),
             (faults.store_resets, SimulatedNode.reset_store),
             (faults.duplicate_wakeups, lambda node: node.repeat(self.random.uniform(0.0, 3.0))),
@@ -468,11 +499,11 @@ class Simulation:
         ]
         for count, fault in plan:
             for _ in range(count):
-                self.after(
+                self.schedule(
                     self.random.uniform(0.0, faults.span), partial(self._inject_fault, fault)
                 )
         for _ in range(faults.joins):
-            self.after(self.random.uniform(0.0, faults.span), self.add_node)
+            self.schedule(self.random.uniform(0.0, faults.span), self.add_node)
 
     def _inject_fault(self, fault: Callable[[SimulatedNode], None]) -> None:
         if self.alive_nodes:
@@ -482,95 +513,118 @@ class Simulation:
 
     @property
     def alive_nodes(self) -> list[SimulatedNode]:
-        return [node for node in self.nodes if node.alive]
+        return [node for node in self.nodes if node.is_alive]
 
     def _is_converged(self) -> bool:
-        """Return True if all nodes that are alive are in one generation or spares, or too few."""
+        """Return True if the job is in the state that it must reach without further faults.
+
+        All nodes that are alive are then in one generation with all their workers, or spares. No
+        node runs workers if fewer than the minimum are alive.
+        """
         nodes = self.alive_nodes
         document = self.store.document()
         if any(node.intent.node.drain_reason for node in nodes):
-            return False  # it has not left yet, perhaps because the leader is paused
+            return False  # The node has not left yet, perhaps because the leader is paused.
         if document is None or document.phase.is_terminal:
             return not nodes
-        wanted = len({n.intent.node.rank_hint for n in nodes}) if self._fixed else len(nodes)
-        if wanted < self.limits.min_nodes:
-            return not any(node.training for node in nodes)
-        settled = document.phase is JobPhase.ACTIVE
-        full = len(document.members) == min(wanted, self.limits.max_nodes)
-        members = {node.id for node in nodes if node.training == document.generation}
-        wanted_ids = document.member_ids
-        idle = all(not n.training for n in nodes if n.id not in wanted_ids)
-        workers = {node.id: node.workers for node in nodes}
-        whole = all(member.slots == workers.get(member.id) for member in document.members)
-        return settled and full and members == wanted_ids and idle and whole
+        # Only one of several nodes with the same fixed rank is a member.
+        num_ranks = (
+            len({n.intent.node.rank_hint for n in nodes}) if self._has_fixed_ranks else len(nodes)
+        )
+        if num_ranks < self.settings.min_nodes:
+            return not any(node.training_generation for node in nodes)
+        is_full = len(document.members) == min(num_ranks, self.settings.max_nodes)
+        training_ids = {
+            node.id for node in nodes if node.training_generation == document.generation
+        }
+        spares = [node for node in nodes if node.id not in document.member_ids]
+        num_workers = {node.id: node.num_workers for node in nodes}
+        return (
+            document.phase is JobPhase.ACTIVE
+            and is_full
+            and training_ids == document.member_ids
+            and not any(node.training_generation for node in spares)
+            and all(member.slots == num_workers.get(member.id) for member in document.members)
+        )
 
     def forget_documents(self) -> None:
-        """Forget the last documents, which only their members can remember after a reset."""
-        self._last.clear()
+        """Discard the last documents. After a store reset, only their members remember them."""
+        self._last_document.clear()
 
     def check_assignment(self, node: SimulatedNode) -> RankAssignment:
-        """Check that ranks are unique in a generation, and its size is equal on all nodes."""
-        reading = node.part.snapshot
-        assert reading is not None
-        state, assignment = reading.state, reading.assignment
+        """Check that ranks are unique in a generation, and that all nodes see the same size."""
+        snapshot = node.local_node.snapshot
+        assert snapshot is not None
+        state, assignment = snapshot.state, snapshot.assignment
         assert state is not None
         assert assignment is not None
-        taken = self._assignments.setdefault(state.membership_id, {})
-        holder = taken.setdefault(assignment.group_rank, node.name)
-        if holder != node.name:
-            what = f"{holder} and {node.name} both have rank {assignment.group_rank}"
-            self._fail(f"{what} in {state.membership_id}")
+        name_of_rank = self._assignments.setdefault(state.membership_id, {})
+        first = name_of_rank.setdefault(assignment.group_rank, node.name)
+        if first != node.name:
+            self._fail(
+                f"{first} and {node.name} both have rank {assignment.group_rank} in "
+                f"{state.membership_id}"
+            )
         if not assignment.group_rank < assignment.num_nodes == state.num_nodes:
             self._fail(
                 f"{node.name} has rank {assignment.group_rank} of {assignment.num_nodes} in "
                 f"{state.membership_id}"
             )
-        if not assignment.local_world_size or assignment.local_world_size not in node.announced:
-            numbers = " or ".join(map(str, sorted(node.announced)))
+        if (
+            not assignment.local_world_size
+            or assignment.local_world_size not in node.announced_slots
+        ):
+            numbers = " or ".join(map(str, sorted(node.announced_slots)))
             self._fail(
                 f"{node.name} announced {numbers} workers, and is assigned "
                 f"{assignment.local_world_size}"
             )
         return assignment
 
-    def _watch(self, document: Membership) -> None:
-        last = self._last.get(document.incarnation)
-        self._last[document.incarnation] = document
+    def _check_write(self, document: Membership) -> None:
+        previous = self._last_document.get(document.incarnation)
+        self._last_document[document.incarnation] = document
         self.documents.append(document)
         failures = sum(event.kind is SimEventKind.FAILS for event in self.event_log)
         if document.restarts > failures:
             self._fail(f"{document.restarts} restarts were charged for {failures} failures")
-        if last is None:
+        if previous is None:
             return
-        if document.generation < last.generation:
-            self._fail(f"generation {last.generation} was followed by {document.generation}")
-        if last.phase.is_terminal:
-            self._fail(f"the job continued after it had {last.phase.value}")
-        if document.generation > last.generation:
-            self._check_settled(document)
+        if document.generation < previous.generation:
+            self._fail(f"generation {previous.generation} was followed by {document.generation}")
+        if previous.phase.is_terminal:
+            self._fail(f"the job continued after it had {previous.phase.value}")
+        if document.generation > previous.generation:
+            self._check_new_generation(document)
             return
-        old, new = [m.id for m in last.members], [m.id for m in document.members]
+        old_ids, new_ids = [m.id for m in previous.members], [m.id for m in document.members]
         # After a reset of the store, fewer members than before may return.
-        expected = [m for m in old if m in new] if document.phase is JobPhase.FORMING else old
-        if new != expected:
+        expected = (
+            [m for m in old_ids if m in new_ids] if document.phase is JobPhase.FORMING else old_ids
+        )
+        if new_ids != expected:
             self._fail(f"the members of generation {document.generation} changed")
 
-    def _check_settled(self, document: Membership) -> None:
-        limits, ids = self.limits, [member.id for member in document.members]
-        if not limits.min_nodes <= len(ids) <= limits.max_nodes:
+    def _check_new_generation(self, document: Membership) -> None:
+        settings, ids = self.settings, [member.id for member in document.members]
+        if not settings.min_nodes <= len(ids) <= settings.max_nodes:
             self._fail(f"generation {document.generation} has {len(ids)} nodes")
         members = frozenset(ids)
         if len(members) < len(ids):
             self._fail(f"generation {document.generation} has a node at two ranks: {ids}")
-        if self._fixed and [m.rank_hint for m in document.members] != list(range(len(ids))):
-            self._fail(f"generation {document.generation} has other ranks than were asked for")
+        if self._has_fixed_ranks and [m.rank_hint for m in document.members] != list(
+            range(len(ids))
+        ):
+            self._fail(
+                f"generation {document.generation} has members at other ranks than their rank hints"
+            )
         for node in self.alive_nodes:
-            if node.id in members and node.training:
+            if node.id in members and node.training_generation:
                 self._fail(
                     f"{node.name} was put into generation {document.generation} "
-                    f"while it ran workers of {node.training}"
+                    f"while it ran workers of {node.training_generation}"
                 )
 
-    def _fail(self, what: str) -> None:
-        events = "\n".join(f"{m.time:8.3f} {m.node}: {m.text}" for m in self.event_log[-40:])
-        raise InvariantViolation(f"seed {self.seed}: {what}\n{events}")
+    def _fail(self, violation: str) -> None:
+        lines = [f"{event.time:8.3f} {event.node}: {event.text}" for event in self.event_log[-40:]]
+        raise InvariantViolation("\n".join([f"seed {self.seed}: {violation}", *lines]))

@@ -23,14 +23,14 @@ from elasticlib.stores.memory_store import MemoryStore
 from elasticlib.testing.rendezvous_cluster import FakeBootstrapStore
 from elasticlib.testing.waiting import wait_until
 
-# No lease ends by itself within a test.
-TIMING = RendezvousTimeouts(
+# No lease expires within a test.
+TIMEOUTS = RendezvousTimeouts(
     join_timeout=60.0, lease_ttl=1000.0, keep_alive_interval=0.1, close_timeout=20.0
 )
 
 
 class Cluster:
-    """Handlers over clients of one store, which know of no handler that the test lets go of."""
+    """Handlers over clients of one store. It holds no reference to a handler."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
@@ -40,13 +40,13 @@ class Cluster:
     def client(self) -> Store:
         return self._stack.enter_context(self._memory.client())
 
-    def handler(self, store: Store, name: str, least: int = 1) -> DynamicRendezvousHandler:
+    def handler(self, store: Store, name: str, min_nodes: int = 1) -> DynamicRendezvousHandler:
         return DynamicRendezvousHandler(
             store,
             "run",
             Node(id=f"{name}-1", host=name, address="127.0.0.1", slots=1),
-            RendezvousSettings(least, 2, last_call_timeout=60.0),
-            timeouts=TIMING,
+            RendezvousSettings(min_nodes, 2, last_call_timeout=60.0),
+            timeouts=TIMEOUTS,
             open_bootstrap_store=self.listen,
         )
 
@@ -55,7 +55,7 @@ class Cluster:
         self._stack.callback(listener.close)
         return listener
 
-    def settle(self, *handlers: DynamicRendezvousHandler) -> list[RendezvousInfo]:
+    def join_all(self, *handlers: DynamicRendezvousHandler) -> list[RendezvousInfo]:
         joining = [self._pool.submit(handler.next_rendezvous) for handler in handlers]
         infos = [future.result(60.0) for future in joining]
         assert {(info.generation, info.world_size) for info in infos} == {
@@ -70,53 +70,53 @@ def cluster() -> Iterator[Cluster]:
     with ExitStack() as stack:
         yield Cluster(stack)
         gc.collect()
-        wait_until("no node's thread to be left", lambda: not keepers())
+        wait_until("the threads of all nodes to end", lambda: not rendezvous_threads())
 
 
-def keepers() -> list[threading.Thread]:
+def rendezvous_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "rendezvous"]
 
 
 def test_a_handler_without_references_leaves_the_job(cluster: Cluster) -> None:
-    stays = cluster.handler(cluster.client(), "a")
-    goes = cluster.handler(cluster.client(), "b")
-    cluster.settle(stays, goes)
-    del goes
-    change = stays.wait_for_change(60.0)
+    remaining = cluster.handler(cluster.client(), "a")
+    dropped_handler = cluster.handler(cluster.client(), "b")
+    cluster.join_all(remaining, dropped_handler)
+    del dropped_handler
+    change = remaining.wait_for_change(60.0)
     assert change is not None
     assert (change.kind, change.reason) == (ChangeKind.GENERATION_ENDED, "b left")
-    cluster.settle(stays)
-    assert len(keepers()) == 1
-    stays.shutdown()
+    cluster.join_all(remaining)
+    assert len(rendezvous_threads()) == 1
+    remaining.shutdown()
 
 
 def test_a_handler_in_a_reference_cycle_leaves_the_job(cluster: Cluster) -> None:
-    stays = cluster.handler(cluster.client(), "a")
-    goes = cluster.handler(cluster.client(), "b")
-    cluster.settle(stays, goes)
-    goes.itself = goes  # type: ignore[attr-defined]
-    del goes
+    remaining = cluster.handler(cluster.client(), "a")
+    dropped_handler = cluster.handler(cluster.client(), "b")
+    cluster.join_all(remaining, dropped_handler)
+    dropped_handler.itself = dropped_handler  # type: ignore[attr-defined]
+    del dropped_handler
     gc.collect()
-    change = stays.wait_for_change(60.0)
+    change = remaining.wait_for_change(60.0)
     assert change is not None
     assert change.kind is ChangeKind.GENERATION_ENDED
-    stays.shutdown()
+    remaining.shutdown()
 
 
-@pytest.mark.parametrize("dropped", [True, False], ids=["is gone", "is still there"])
+@pytest.mark.parametrize("dropped", [True, False], ids=["deleted", "still referenced"])
 @pytest.mark.parametrize("name", ["a", "b"], ids=["the first node", "the second node"])
 def test_another_handler_with_the_same_id_replaces_it_at_once(
     cluster: Cluster, name: str, dropped: bool
 ) -> None:
     stores = {name: cluster.client() for name in "ab"}
     handlers = {name: cluster.handler(stores[name], name, 2) for name in "ab"}
-    before = cluster.settle(*handlers.values())
-    kept = None if dropped else handlers[name]
+    before = cluster.join_all(*handlers.values())
+    referenced = None if dropped else handlers[name]
     handlers[name] = cluster.handler(stores[name], name, 2)
     other = handlers["ab".replace(name, "")]
     with ThreadPoolExecutor(1) as pool:
         joining = pool.submit(handlers[name].next_rendezvous)
-        # Whatever runs on the other node has lost what ran on this one.
+        # The other node must stop its workers, because the workers of this node are lost.
         change = other.wait_for_change(60.0)
         assert change is not None
         assert change.kind is ChangeKind.GENERATION_ENDED
@@ -124,11 +124,11 @@ def test_another_handler_with_the_same_id_replaces_it_at_once(
     assert {info.generation for info in infos} == {before[0].generation + 1}
     assert sorted(info.rank for info in infos) == [0, 1]
     assert other.wait_for_change(1.0) is None
-    for handler in (*handlers.values(), *filter(None, [kept])):
+    for handler in (*handlers.values(), *filter(None, [referenced])):
         handler.shutdown()
 
 
-LEAVES_WITHOUT_A_WORD = """
+EXIT_WITHOUT_SHUTDOWN = """
 import sys
 from elasticlib import DynamicRendezvousHandler, FileStore, Node
 from elasticlib import RendezvousSettings, RendezvousTimeouts
@@ -147,8 +147,8 @@ print(handler.next_rendezvous().generation)
 
 
 def test_the_exit_of_a_process_is_noticed_without_a_connection(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", LEAVES_WITHOUT_A_WORD, str(tmp_path / "store")]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=100.0, check=True)
-    assert done.stdout == "1\n"
+    command = [sys.executable, "-c", EXIT_WITHOUT_SHUTDOWN, str(tmp_path / "store")]
+    process = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=100.0, check=True)
+    assert process.stdout == "1\n"
     with FileStore(tmp_path / "store") as store:
         assert store.list(StoreKeys("run").node()).entries == ()

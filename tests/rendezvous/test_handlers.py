@@ -1,4 +1,7 @@
-"""The real handler with its threads, a store, and a listening socket as bootstrap store."""
+"""Rendezvous handlers with their threads over a memory store.
+
+A listening socket replaces the bootstrap store, so that no test imports torch.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,11 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import attrs
 import pytest
+from handler_cluster import TIMEOUTS, HandlerCluster, next_change
 
 from elasticlib.clock import monotonic
 from elasticlib.errors import (
@@ -22,7 +24,7 @@ from elasticlib.errors import (
     RendezvousTimeoutError,
 )
 from elasticlib.rendezvous.handler import DynamicRendezvousHandler, StaticRendezvousHandler
-from elasticlib.rendezvous.interface import Change, ChangeKind, RendezvousHandler, RendezvousInfo
+from elasticlib.rendezvous.interface import ChangeKind
 from elasticlib.rendezvous.membership import Node, RendezvousSettings, RendezvousTimeouts
 from elasticlib.rendezvous.store_layout import FORMAT, StoreKeys
 from elasticlib.stores.interface import Listing, WatchResult
@@ -30,90 +32,57 @@ from elasticlib.stores.memory_store import MemoryStore
 from elasticlib.testing.rendezvous_cluster import FakeBootstrapStore
 from elasticlib.testing.waiting import wait_until
 
-TIMING = RendezvousTimeouts(
-    join_timeout=20.0, lease_ttl=1.0, keep_alive_interval=0.1, close_timeout=5.0
-)
 
-
-class Cluster:
-    """Handlers in this process over one memory store; all are shut down at the end."""
-
-    def __init__(self) -> None:
-        self.store = MemoryStore()
-        self.clients: list[MemoryStore] = []
-        self.pool = ThreadPoolExecutor(8)
-        self.handlers: list[RendezvousHandler] = []
-
-    def client(self) -> MemoryStore:
-        self.clients.append(self.store.client())
-        return self.clients[-1]
-
-    def node(
-        self,
-        name: str,
-        limits: RendezvousSettings,
-        timing: RendezvousTimeouts = TIMING,
-        *,
-        slots: int = 1,
-    ) -> DynamicRendezvousHandler:
-        handler = DynamicRendezvousHandler(
-            self.client(),
-            "run",
-            Node(id=f"{name}-1", host=name, address="127.0.0.1", slots=slots),
-            limits,
-            timeouts=timing,
-            open_bootstrap_store=FakeBootstrapStore,
-        )
-        self.handlers.append(handler)
-        return handler
-
-    def join(self, handler: RendezvousHandler) -> Future[RendezvousInfo]:
-        return self.pool.submit(handler.next_rendezvous)
-
-    def close(self) -> None:
-        assert all(handler.shutdown() for handler in self.handlers)
-        for client in self.clients:
-            client.close()
-        self.pool.shutdown()
-
-
-def change(handler: RendezvousHandler) -> Change:
-    found = handler.wait_for_change(20.0)
-    assert found is not None
-    return found
-
-
-def test_two_nodes_form_a_generation_with_a_reachable_master(cluster: Cluster) -> None:
-    limits = RendezvousSettings(2, 2)
-    infos = [cluster.join(cluster.node(name, limits)) for name in ("b", "a")]
+def test_two_nodes_form_a_generation_with_a_reachable_master(cluster: HandlerCluster) -> None:
+    settings = RendezvousSettings(2, 2)
+    infos = [cluster.join(cluster.handler(name, settings)) for name in ("b", "a")]
     one, two = sorted((future.result(20) for future in infos), key=lambda info: info.rank)
     assert (one.rank, two.rank, one.world_size, one.generation) == (0, 1, 2, 1)
     assert one.bootstrap_store_info == two.bootstrap_store_info
-    place = one.bootstrap_store_info
-    socket.create_connection((place.master_addr, place.master_port), 5).close()
+    master = one.bootstrap_store_info
+    socket.create_connection((master.master_addr, master.master_port), 5).close()
 
 
-def test_a_long_wait_is_logged_and_its_end_too(
-    cluster: Cluster, caplog: pytest.LogCaptureFixture
+def test_a_wait_for_other_nodes_is_logged_and_a_failed_job_is_not(
+    cluster: HandlerCluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "elasticlib.rendezvous")
-    handlers = [cluster.node(name, RendezvousSettings(2, 2)) for name in ("a", "b")]
-    # They look at the store while their agents get themselves ready.
-    assert not any(handler.is_closed() for handler in handlers)
-    for future in [cluster.join(handler) for handler in handlers]:
+    first, second = (cluster.handler(name, RendezvousSettings(2, 2)) for name in ("a", "b"))
+    # Both nodes have read the store before they join, as they do while their agents start.
+    assert not first.is_closed()
+    assert not second.is_closed()
+    joining = [cluster.join(first)]
+    waiting = "waiting: 1 of at least 2 nodes are here (present: a)"
+    wait_until("a log message about the missing node", lambda: waiting in caplog.text)
+    joining.append(cluster.join(second))
+    for future in joining:
         future.result(20)
     assert "the store has not answered" not in caplog.text
-    assert handlers[0].report_failure("exit code 1")
-    # A node that joins before it has heard of the failure leaves its generation, by itself.
-    assert all(handler.wait_for_change(20) for handler in handlers)
-    for future in [cluster.join(handler) for handler in handlers]:
+    assert first.report_failure("exit code 1")
+    # Both nodes know of the failure before they join. A node that joins earlier leaves its
+    # generation by itself.
+    assert all(handler.wait_for_change(20) for handler in (first, second))
+    for future in [cluster.join(handler) for handler in (first, second)]:
         with pytest.raises(RendezvousClosedError):
             future.result(20)
-    time.sleep(2 * TIMING.keep_alive_interval)
+    wait_for_iterations(first, second)
     assert "the job has failed" not in caplog.text
 
 
-def test_a_node_keeps_its_lease_during_a_slow_name_resolution(cluster: Cluster) -> None:
+def wait_for_iterations(*handlers: DynamicRendezvousHandler, count: int = 3) -> None:
+    """Wait until the thread of each handler has run `count` more iterations of its loop."""
+    for handler in handlers:
+        calls: list[None] = []
+
+        def task(calls: list[None] = calls) -> float:
+            calls.append(None)
+            return TIMEOUTS.keep_alive_interval
+
+        handler.add_task(task)
+        wait_until(f"{count} more iterations", lambda calls=calls: len(calls) > count)
+
+
+def test_a_node_keeps_its_lease_during_a_slow_name_resolution(cluster: HandlerCluster) -> None:
     answers = threading.Event()
     answers.set()
 
@@ -122,25 +91,25 @@ def test_a_node_keeps_its_lease_during_a_slow_name_resolution(cluster: Cluster) 
         assert answers.wait(60)
         return FakeBootstrapStore("127.0.0.1")
 
-    limits = RendezvousSettings(2, 2, max_restarts=1)
+    settings = RendezvousSettings(2, 2, max_restarts=1)
     named = DynamicRendezvousHandler(
         cluster.client(),
         "run",
         Node(id="a-1", host="a", address="a.test", slots=1, rank_hint=0),
-        limits,
-        timeouts=TIMING,
+        settings,
+        timeouts=TIMEOUTS,
         open_bootstrap_store=open_bootstrap,
     )
     cluster.handlers.append(named)
-    other = cluster.node("b", limits)
+    other = cluster.handler("b", settings)
     infos = [future.result(20) for future in [cluster.join(named), cluster.join(other)]]
     assert [info.rank for info in infos] == [0, 1]
     answers.clear()
     other.report_failure("exit code 1")
-    assert change(other).kind is ChangeKind.GENERATION_ENDED
+    assert next_change(other).kind is ChangeKind.GENERATION_ENDED
     joining = [cluster.join(named), cluster.join(other)]
-    # Its lease of 1 s is renewed through three times as many seconds.
-    node, deadline = StoreKeys("run").node("a-1"), monotonic() + 3 * TIMING.lease_ttl
+    # The node keeps its lease for three times the TTL while the name resolution blocks.
+    node, deadline = StoreKeys("run").node("a-1"), monotonic() + 3 * TIMEOUTS.lease_ttl
     while (left := deadline - monotonic()) > 0:
         listing = cluster.store.list(node)
         assert listing.entries
@@ -149,61 +118,70 @@ def test_a_node_keeps_its_lease_during_a_slow_name_resolution(cluster: Cluster) 
     assert [future.result(20).generation for future in joining] == [2, 2]
 
 
-def test_failures_reported_by_both_nodes_use_one_restart(cluster: Cluster) -> None:
-    limits = RendezvousSettings(2, 2, max_restarts=3)
-    handlers = [cluster.node(name, limits) for name in ("a", "b")]
+def test_failures_reported_by_both_nodes_use_one_restart(cluster: HandlerCluster) -> None:
+    settings = RendezvousSettings(2, 2, max_restarts=3)
+    handlers = [cluster.handler(name, settings) for name in ("a", "b")]
     for future in [cluster.join(h) for h in handlers]:
         future.result(20)
     for handler in handlers:
         assert handler.report_failure("exit code 1")
-    assert all(change(h).kind is ChangeKind.GENERATION_ENDED for h in handlers)
+    assert all(next_change(h).kind is ChangeKind.GENERATION_ENDED for h in handlers)
     infos = [future.result(20) for future in [cluster.join(h) for h in handlers]]
     assert [info.restarts for info in infos] == [1, 1]
 
 
-def test_every_node_gets_the_failure_that_exceeded_the_restart_budget(cluster: Cluster) -> None:
-    limits = RendezvousSettings(2, 2, max_restarts=0)
-    handlers = [cluster.node(name, limits) for name in ("a", "b")]
+def test_every_node_gets_the_failure_that_exceeded_the_restart_budget(
+    cluster: HandlerCluster,
+) -> None:
+    settings = RendezvousSettings(2, 2, max_restarts=0)
+    handlers = [cluster.handler(name, settings) for name in ("a", "b")]
     for future in [cluster.join(h) for h in handlers]:
         future.result(20)
     handlers[1].report_failure("exit code 7")
-    assert all(change(h).kind is ChangeKind.GENERATION_ENDED for h in handlers)
+    assert all(next_change(h).kind is ChangeKind.GENERATION_ENDED for h in handlers)
     for future in [cluster.join(h) for h in handlers]:
         with pytest.raises(RendezvousClosedError, match="b: exit code 7"):
             future.result(20)
 
 
-def test_join_timeout_names_the_present_nodes_and_the_option(cluster: Cluster) -> None:
-    handler = cluster.node("a", RendezvousSettings(2, 2), attrs.evolve(TIMING, join_timeout=1.0))
+def test_join_timeout_names_the_present_nodes_and_the_option(cluster: HandlerCluster) -> None:
+    handler = cluster.handler(
+        "a", RendezvousSettings(2, 2), attrs.evolve(TIMEOUTS, join_timeout=1.0)
+    )
     with pytest.raises(RendezvousTimeoutError, match=r"1 of at least 2.*here: a.*--nnodes"):
         cluster.join(handler).result(20)
 
 
-def test_join_timeout_names_the_lost_node(cluster: Cluster) -> None:
-    limits = RendezvousSettings(2, 2, max_restarts=3)
+def test_join_timeout_names_the_lost_node(cluster: HandlerCluster) -> None:
+    settings = RendezvousSettings(2, 2, max_restarts=3)
     names = ("a", "b")
     first, second = (
-        cluster.node(name, limits, attrs.evolve(TIMING, join_timeout=3.0)) for name in names
+        cluster.handler(name, settings, attrs.evolve(TIMEOUTS, join_timeout=3.0)) for name in names
     )
     for future in [cluster.join(first), cluster.join(second)]:
         future.result(20)
     assert first.report_failure("its peer vanished")
-    wait_until("the failure to be known", lambda: change(first).reason == "a: its peer vanished")
+    wait_until(
+        "the failure as the reason of the change",
+        lambda: next_change(first).reason == "a: its peer vanished",
+    )
     joining = cluster.join(first)
     second.shutdown()
-    with pytest.raises(RendezvousTimeoutError, match=r"1 of at least 2.*; b left; here: a;") as one:
+    with pytest.raises(
+        RendezvousTimeoutError, match=r"1 of at least 2.*; b left; here: a;"
+    ) as error:
         joining.result(20)
-    assert one.value.is_node_loss
+    assert error.value.is_node_loss
 
 
-def test_a_spare_waits_while_the_generation_is_active(cluster: Cluster) -> None:
-    first = cluster.node("a", RendezvousSettings(1, 1))
-    spare = cluster.node("b", RendezvousSettings(1, 1), attrs.evolve(TIMING, join_timeout=0.1))
+def test_a_spare_waits_while_the_generation_is_active(cluster: HandlerCluster) -> None:
+    first = cluster.handler("a", RendezvousSettings(1, 1))
+    spare = cluster.handler("b", RendezvousSettings(1, 1), attrs.evolve(TIMEOUTS, join_timeout=0.1))
     cluster.join(first).result(20)
-    assert not spare.is_closed()  # it has seen by now that a generation stands
+    assert not spare.is_closed()  # The spare has read by now that a generation is active.
     waiting = cluster.join(spare)
     key = StoreKeys("run").node("b-1")
-    wait_until("the spare to be there", lambda: cluster.clients[0].get(key) is not None)
+    wait_until("the record of the spare", lambda: cluster.clients[0].get(key) is not None)
     assert first.wait_for_change(0.5) is None
     assert first.num_nodes_waiting() == 0
     assert not waiting.done()
@@ -211,10 +189,10 @@ def test_a_spare_waits_while_the_generation_is_active(cluster: Cluster) -> None:
     assert waiting.result(20).generation == 2
 
 
-def test_a_surplus_spare_is_rejected_as_not_needed(cluster: Cluster) -> None:
-    limits = RendezvousSettings(1, 1, spares=0)
-    cluster.join(cluster.node("a", limits)).result(20)
-    spare = cluster.node("b", limits)
+def test_a_surplus_spare_is_rejected_as_not_needed(cluster: HandlerCluster) -> None:
+    settings = RendezvousSettings(1, 1, spares=0)
+    cluster.join(cluster.handler("a", settings)).result(20)
+    spare = cluster.handler("b", settings)
     with pytest.raises(
         RendezvousClosedError, match=r"not_needed: the job has all.*1 nodes and 0 spares"
     ):
@@ -224,51 +202,51 @@ def test_a_surplus_spare_is_rejected_as_not_needed(cluster: Cluster) -> None:
     assert change.kind is ChangeKind.NOT_NEEDED
 
 
-def test_a_second_next_rendezvous_replaces_the_first(cluster: Cluster) -> None:
-    handler = cluster.node("a", RendezvousSettings(2, 2))
+def test_a_second_next_rendezvous_replaces_the_first(cluster: HandlerCluster) -> None:
+    handler = cluster.handler("a", RendezvousSettings(2, 2))
     first = cluster.join(handler)
     key = StoreKeys("run").node("a-1")
-    wait_until("the node to be there", lambda: cluster.clients[0].get(key) is not None)
+    wait_until("the record of the node", lambda: cluster.clients[0].get(key) is not None)
     second = cluster.join(handler)
     with pytest.raises(
         RendezvousClosedError, match="another call of next_rendezvous took its place"
     ):
         first.result(20)
-    cluster.join(cluster.node("b", RendezvousSettings(2, 2)))
+    cluster.join(cluster.handler("b", RendezvousSettings(2, 2)))
     assert second.result(20).world_size == 2
 
 
 def test_shutdown_does_not_wait_for_a_store_that_was_never_reached(
-    cluster: Cluster,
+    cluster: HandlerCluster,
 ) -> None:
-    # A name server that does not answer has the same effect.
-    searching, found = threading.Event(), threading.Event()
+    # The blocked listing has the same effect as a name server that does not answer.
+    listing, released = threading.Event(), threading.Event()
 
-    class Searched(MemoryStore):
+    class BlockedStore(MemoryStore):
         def list(self, prefix: str) -> Listing:
-            searching.set()
-            found.wait(20.0)
+            listing.set()
+            released.wait(20.0)
             return super().list(prefix)
 
     node = Node(id="a-1", host="a", address="127.0.0.1", slots=1)
-    timing = attrs.evolve(TIMING, close_timeout=20.0)
-    with Searched() as store:
+    timeouts = attrs.evolve(TIMEOUTS, close_timeout=20.0)
+    with BlockedStore() as store:
         handler = DynamicRendezvousHandler(
-            store, "run", node, RendezvousSettings(1, 1), timeouts=timing
+            store, "run", node, RendezvousSettings(1, 1), timeouts=timeouts
         )
         joining = cluster.join(handler)
-        assert searching.wait(20.0)
-        began = monotonic()
+        assert listing.wait(20.0)
+        started_at = monotonic()
         assert not handler.shutdown()
-        assert monotonic() - began < 10.0
+        assert monotonic() - started_at < 10.0
         with pytest.raises(RendezvousClosedError):
             joining.result(20.0)
-        found.set()
-        wait_until("it to have left", handler.shutdown)
+        released.set()
+        wait_until("a shutdown that deletes the record of the node", handler.shutdown)
         assert store.list("").entries == ()
 
 
-def test_a_handler_polls_if_a_watch_fails(cluster: Cluster) -> None:
+def test_a_handler_polls_if_a_watch_fails(cluster: HandlerCluster) -> None:
     class FailsToWatch(MemoryStore):
         watches = 0
 
@@ -286,32 +264,32 @@ def test_a_handler_polls_if_a_watch_fails(cluster: Cluster) -> None:
             return True
 
     cluster.store = FailsToWatch()
-    # So seldom does a node look by itself that it would find nothing within this test.
+    # The keep-alive interval is so long that polling alone would not find a change in this test.
     patient = RendezvousTimeouts(join_timeout=60.0, lease_ttl=1000.0, keep_alive_interval=100.0)
     first, second = (
-        cluster.node(name, RendezvousSettings(1, 2, last_call_timeout=60.0), patient)
+        cluster.handler(name, RendezvousSettings(1, 2, last_call_timeout=60.0), patient)
         for name in "ab"
     )
     for future in [cluster.join(handler) for handler in (first, second)]:
         assert future.result(60.0).world_size == 2
-    # After each change that a wait has told of, watching is tried again.
+    # The handler tries to watch again after each change that a wait has reported.
     assert FailsToWatch.watches > 2
     assert second.shutdown()
-    assert change(first).reason == "b left"
+    assert next_change(first).reason == "b left"
 
 
-def test_settings_other_than_those_of_the_job_are_rejected_by_name(cluster: Cluster) -> None:
-    cluster.join(cluster.node("a", RendezvousSettings(1, 2))).result(20)
+def test_settings_other_than_those_of_the_job_are_rejected_by_name(cluster: HandlerCluster) -> None:
+    cluster.join(cluster.handler("a", RendezvousSettings(1, 2))).result(20)
     with pytest.raises(RendezvousConfigError, match="max_nodes is 3 here and 2 there"):
-        cluster.join(cluster.node("b", RendezvousSettings(1, 3))).result(20)
+        cluster.join(cluster.handler("b", RendezvousSettings(1, 3))).result(20)
 
 
 def test_a_node_of_another_version_is_ignored(
-    cluster: Cluster, caplog: pytest.LogCaptureFixture
+    cluster: HandlerCluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     keys = StoreKeys("run")
     cluster.client().set(keys.node("other"), b'{"id":"other"}')
-    info = cluster.join(cluster.node("a", RendezvousSettings(1, 1))).result(20)
+    info = cluster.join(cluster.handler("a", RendezvousSettings(1, 1))).result(20)
     assert info.world_size == 1
     assert "ignored the node at run/node/other: a node needs the fields" in caplog.text
     document = cluster.store.get(keys.state)
@@ -319,43 +297,43 @@ def test_a_node_of_another_version_is_ignored(
     newer = document.value.replace(f'"format":{FORMAT}'.encode(), b'"format":99')
     cluster.client().set(keys.state, newer)
     with pytest.raises(RendezvousConfigError, match="has format 99, this elasticlib reads only"):
-        cluster.join(cluster.node("b", RendezvousSettings(1, 1))).result(20)
+        cluster.join(cluster.handler("b", RendezvousSettings(1, 1))).result(20)
 
 
-def test_set_closed_on_a_finished_job_changes_nothing(cluster: Cluster) -> None:
-    handler = cluster.node("a", RendezvousSettings(1, 1))
+def test_set_closed_on_a_finished_job_changes_nothing(cluster: HandlerCluster) -> None:
+    handler = cluster.handler("a", RendezvousSettings(1, 1))
     cluster.join(handler).result(20)
     handler.report_success()
-    assert change(handler).kind is ChangeKind.SUCCEEDED
+    assert next_change(handler).kind is ChangeKind.SUCCEEDED
     handler.set_closed()
-    assert change(handler).kind is ChangeKind.SUCCEEDED
+    assert next_change(handler).kind is ChangeKind.SUCCEEDED
     assert handler.shutdown()
 
 
-def static(cluster: Cluster, rank: int) -> StaticRendezvousHandler:
+def create_static_handler(cluster: HandlerCluster, rank: int) -> StaticRendezvousHandler:
     handler = StaticRendezvousHandler(
         cluster.client(),
         "run",
         Node(id=f"n{rank}-1", host=f"n{9 - rank}", address="127.0.0.1", slots=1, rank_hint=rank),
         2,
-        timeouts=TIMING,
+        timeouts=TIMEOUTS,
         open_bootstrap_store=FakeBootstrapStore,
     )
     cluster.handlers.append(handler)
     return handler
 
 
-def test_static_nodes_get_their_ranks(cluster: Cluster) -> None:
-    futures = {rank: cluster.join(static(cluster, rank)) for rank in (1, 0)}
+def test_static_nodes_get_their_ranks(cluster: HandlerCluster) -> None:
+    futures = {rank: cluster.join(create_static_handler(cluster, rank)) for rank in (1, 0)}
     assert {rank: future.result(20).rank for rank, future in futures.items()} == {0: 0, 1: 1}
 
 
-def test_a_static_rank_outside_the_job_is_rejected(cluster: Cluster) -> None:
+def test_a_static_rank_outside_the_job_is_rejected(cluster: HandlerCluster) -> None:
     with pytest.raises(ConfigError, match="the rank of a static node must be from 0 to 1, got 2"):
-        static(cluster, 2)
+        create_static_handler(cluster, 2)
 
 
-PREPARED = """
+PREPARE = """
 import sys
 from elasticlib import DynamicRendezvousHandler, RendezvousSettings, Node
 from elasticlib.stores.memory_store import MemoryStore
@@ -370,14 +348,14 @@ with MemoryStore() as store:
 
 
 def test_prepare_imports_the_modules_of_the_bootstrap_store() -> None:
-    told = subprocess.run((sys.executable, "-c", PREPARED), capture_output=True, timeout=120)
-    assert told.stdout == b"True\n", told.stderr.decode()
+    process = subprocess.run((sys.executable, "-c", PREPARE), capture_output=True, timeout=120)
+    assert process.stdout == b"True\n", process.stderr.decode()
 
 
 def test_a_task_is_called_between_the_steps_of_the_rendezvous_until_the_node_leaves(
-    cluster: Cluster,
+    cluster: HandlerCluster,
 ) -> None:
-    handler = cluster.node("a", RendezvousSettings(1, 1))
+    handler = cluster.handler("a", RendezvousSettings(1, 1))
     names: list[str] = []
 
     def task() -> float:
@@ -385,18 +363,18 @@ def test_a_task_is_called_between_the_steps_of_the_rendezvous_until_the_node_lea
         return 600.0
 
     request = handler.add_task(task)
-    # The node does not read the job for it, and joins as it would without it.
-    wait_until("the first call", lambda: len(names) == 1)
+    # The task runs although the node has not read the job, and does not prevent a join.
+    wait_until("the first call of the task", lambda: len(names) == 1)
     assert handler._thread.node.snapshot is None
     assert cluster.join(handler).result(60.0).generation == 1
     for number in (1, 2):
         request()
-        wait_until("another call", lambda number=number: len(names) > number)
-    often: list[int] = []
-    handler.add_task(lambda: often.append(1) or 0.01)  # type: ignore[func-returns-value]
-    wait_until("some calls", lambda: len(often) > 3)
+        wait_until("another call of the task", lambda number=number: len(names) > number)
+    calls: list[int] = []
+    handler.add_task(lambda: calls.append(1) or 0.01)  # type: ignore[func-returns-value]
+    wait_until("several calls of the second task", lambda: len(calls) > 3)
     handler.shutdown()
-    count = len(names), len(often)
+    count = len(names), len(calls)
     request()
-    assert (len(names), len(often)) == count
+    assert (len(names), len(calls)) == count
     assert set(names) == {"rendezvous"}

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticlib.errors import RendezvousConfigError
+from elasticlib.rendezvous.bad_nodes import ExcludedHost, FirstFailure
 from elasticlib.rendezvous.membership import (
     GenerationTrigger,
     JobAction,
@@ -53,10 +54,10 @@ nodes = st.builds(
     drain_reason=st.text(),
     request=st.none() | st.builds(JobRequest, st.sampled_from(JobAction), st.text(), st.text()),
 )
-LIMITS = RendezvousSettings(1, 9, 3, last_call_timeout=0.5, spares=2, quorum=True)
+SETTINGS = RendezvousSettings(1, 9, 3, last_call_timeout=0.5, spares=2, quorum=True)
 states = st.builds(
     MembershipState,
-    settings=st.just(LIMITS),
+    settings=st.just(SETTINGS),
     phase=st.sampled_from(JobPhase),
     generation=st.integers(0, 1 << 40),
     membership_id=st.text(),
@@ -72,6 +73,12 @@ states = st.builds(
     quick_failure_count=st.integers(0, 9),
     trigger=st.sampled_from(GenerationTrigger),
     stop_reason=st.text(),
+    first_failures=st.lists(
+        st.builds(FirstFailure, generation=st.integers(0, 99), host=st.text()), max_size=2
+    ).map(tuple),
+    excluded_hosts=st.lists(
+        st.builds(ExcludedHost, host=st.text(), reason=st.text()), max_size=2
+    ).map(tuple),
     job_end=st.none() | st.builds(JobEnd, written_by=st.text(), finished_at=st.text()),
 )
 
@@ -105,8 +112,8 @@ def test_a_leader_is_decoded_as_it_was_encoded(leader: Leader) -> None:
         num_present=st.just(3),
     )
 )
-def test_a_leader_status_is_decoded_as_it_was_encoded(note: LeaderStatus) -> None:
-    assert decode(LeaderStatus, encode(note), "the note") == note
+def test_a_leader_status_is_decoded_as_it_was_encoded(status: LeaderStatus) -> None:
+    assert decode(LeaderStatus, encode(status), "the status") == status
 
 
 @given(st.binary(max_size=200))
@@ -124,41 +131,44 @@ def test_a_malformed_shard_is_rejected(data: bytes) -> None:
         decode_shard(data)
 
 
-def spoilt(**fields: object) -> bytes:
+def encode_with(**fields: object) -> bytes:
     raw = json.loads(encode_state(MembershipState(RendezvousSettings(1, 2))))
     raw.update(fields)
     return json.dumps(raw).encode()
 
 
-LIMITS_SAID = json.loads(encode_state(MembershipState(RendezvousSettings(1, 2))))["settings"]
+RAW_SETTINGS = json.loads(encode_state(MembershipState(RendezvousSettings(1, 2))))["settings"]
 
 
 @pytest.mark.parametrize(
-    ("data", "named"),
+    ("data", "expected"),
     [
         (
-            spoilt(format=1),
+            encode_with(format=1),
             "has format 1, this elasticlib reads only format 7: start all nodes with",
         ),
-        (spoilt(trigger=None), "field 'trigger' is None"),
-        (spoilt(generation="3"), "generation"),
-        (spoilt(generation=True), "generation"),
-        (spoilt(phase="odd"), "odd"),
-        (spoilt(failure={}), "failure"),
-        (spoilt(job_end=[]), "job_end"),
-        (spoilt(rejected_spares=[None]), "rejected_spares"),
-        (spoilt(evicted=[1]), "evicted"),
-        (spoilt(extra=1), "extra"),
-        (spoilt(settings={}), "settings"),
+        (encode_with(trigger=None), "field 'trigger' is None"),
+        (encode_with(generation="3"), "generation"),
+        (encode_with(generation=True), "generation"),
+        (encode_with(phase="odd"), "odd"),
+        (encode_with(failure={}), "failure"),
+        (encode_with(job_end=[]), "job_end"),
+        (encode_with(rejected_spares=[None]), "rejected_spares"),
+        (encode_with(evicted=[1]), "evicted"),
+        (encode_with(extra=1), "extra"),
+        (encode_with(settings={}), "settings"),
         (
-            spoilt(failure={"node": 1, "reason": "", "was_killed": False}),
+            encode_with(failure={"node": 1, "reason": "", "was_killed": False}),
             "the membership: field 'failure': field 'node' is 1",
         ),
-        (spoilt(generation=1 << 70), "generation"),
-        (spoilt(settings={**LIMITS_SAID, "last_call_timeout": float("nan")}), "last_call_timeout"),
-        (spoilt(settings={**LIMITS_SAID, "min_nodes": 0}), "must satisfy 1 <= min_nodes"),
+        (encode_with(generation=1 << 70), "generation"),
+        (
+            encode_with(settings={**RAW_SETTINGS, "last_call_timeout": float("nan")}),
+            "last_call_timeout",
+        ),
+        (encode_with(settings={**RAW_SETTINGS, "min_nodes": 0}), "must satisfy 1 <= min_nodes"),
     ],
 )
-def test_an_error_names_the_field(data: bytes, named: str) -> None:
-    with pytest.raises(RendezvousConfigError, match=named):
+def test_an_error_names_the_field(data: bytes, expected: str) -> None:
+    with pytest.raises(RendezvousConfigError, match=expected):
         decode_state(data)

@@ -25,31 +25,35 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
 
 
 @pytest.fixture
-def room() -> str:
-    """Return a prefix for this test in the etcd that all tests share."""
+def prefix() -> str:
+    """Return the prefix of this test in the etcd server that all tests share."""
     return next(ROOMS)
 
 
 @pytest.fixture
 def own_etcd(tmp_path: Path) -> Iterator[EtcdServer]:
-    """An etcd server that the test may kill."""
+    """Start an etcd server that only this test uses, so that the test can kill it."""
     with EtcdServer(tmp_path / "own") as server:
         yield server
 
 
 @pytest.fixture
 def cluster() -> Iterator[EndpointCluster]:
-    """Three endpoints. The test must leave no thread and no descriptor."""
-    before = _left()
+    """Create three endpoints. The test must leave no thread and no open descriptor."""
+    before = count_resources()
     with ExitStack() as stack:
         yield EndpointCluster(stack)
-    # The reader thread of a test ends shortly after its last connection.
-    wait_until("threads and descriptors to be gone", lambda: not _beyond(before), 20.0)
+    # The reader thread of a test ends shortly after its last connection is closed.
+    wait_until(
+        "the threads and descriptors of the test to be released",
+        lambda: not has_more_resources(before),
+        20.0,
+    )
 
 
-def _left() -> tuple[int, int]:
+def count_resources() -> tuple[int, int]:
     return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
 
-def _beyond(before: tuple[int, int]) -> bool:
-    return any(now > then for now, then in zip(_left(), before, strict=True))
+def has_more_resources(before: tuple[int, int]) -> bool:
+    return any(now > then for now, then in zip(count_resources(), before, strict=True))

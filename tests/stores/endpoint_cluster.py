@@ -1,4 +1,4 @@
-"""Endpoints at which a store can be served, each with a port of its own."""
+"""Endpoints at which a store can be served, each with its own port."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_server import TcpStoreServer
 
 JOB = "moving"
-PATIENCE = 3.0
+FAILOVER_TIMEOUT_S = 3.0
 
 
-class _Client(TcpStore):
-    """A client that gives up soon if its endpoint is not served, and waits if it is."""
+class _EndpointClient(TcpStore):
+    """A client with a short timeout for an endpoint without a server, and a long one otherwise."""
 
     def __init__(self, endpoint: LocalEndpoint) -> None:
-        self._endpoint, patience = endpoint, endpoint.connect_timeout
+        self._endpoint, timeout = endpoint, endpoint.connect_timeout
         super().__init__(
-            endpoint.host, endpoint.port, job=JOB, timeout=5.0, connect_timeout=patience
+            endpoint.host, endpoint.port, job=JOB, timeout=5.0, connect_timeout=timeout
         )
 
     def connect(self, timeout: float | None = None) -> None:
@@ -37,20 +37,20 @@ class LocalEndpoint:
 
     def __init__(self, stack: ExitStack, address: str) -> None:
         self._stack = stack
-        # This socket never listens. A server can bind the port too; without one, it is refused.
-        holder = stack.enter_context(socket.socket())
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind((address, 0))
-        self.host, self.port = holder.getsockname()
+        # This socket never listens, so clients are refused until a server binds the port too.
+        reserved = stack.enter_context(socket.socket())
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind((address, 0))
+        self.host, self.port = reserved.getsockname()
         self.connect_timeout = 0.05
-        self.reached: list[TcpStore] = []
-        self.reaching: queue.SimpleQueue[TcpStore] = queue.SimpleQueue()
-        self.served: list[TcpStoreServer] = []
+        self.clients: list[TcpStore] = []
+        self.new_clients: queue.SimpleQueue[TcpStore] = queue.SimpleQueue()
+        self.servers: list[TcpStoreServer] = []
         self._opened: list[TcpStoreServer] = []
 
     @property
     def is_served(self) -> bool:
-        return any(server.is_serving for server in (*self.served, *self._opened))
+        return any(server.is_serving for server in (*self.servers, *self._opened))
 
     @property
     def endpoint(self) -> str:
@@ -62,21 +62,23 @@ class LocalEndpoint:
         self._opened.append(server)
         return server
 
-    def theirs(self) -> StoreEndpoint:
-        return StoreEndpoint(self.endpoint, self.reach, lambda: None)
+    def as_client(self) -> StoreEndpoint:
+        """Return the endpoint for a node that does not own it."""
+        return StoreEndpoint(self.endpoint, self.create_client, lambda: None)
 
-    def ours(self) -> StoreEndpoint:
-        return StoreEndpoint(self.endpoint, self.reach, self.serve)
+    def as_owner(self) -> StoreEndpoint:
+        """Return the endpoint for the node that can serve the store there."""
+        return StoreEndpoint(self.endpoint, self.create_client, self.serve)
 
-    def reach(self) -> TcpStore:
-        store = _Client(self)
-        self.reached.append(store)
-        self.reaching.put(store)
+    def create_client(self) -> TcpStore:
+        store = _EndpointClient(self)
+        self.clients.append(store)
+        self.new_clients.put(store)
         return store
 
-    def joined(self) -> TcpStore:
+    def create_connected_client(self) -> TcpStore:
         """Return a connected client of the server at this endpoint."""
-        store = self.reach()
+        store = self.create_client()
         store.connect()
         return store
 
@@ -85,7 +87,7 @@ class LocalEndpoint:
             server = TcpStoreServer(self.host, self.port, job=JOB).start()
         except OSError:
             return None
-        self.served.append(server)
+        self.servers.append(server)
         return server
 
 
@@ -97,32 +99,34 @@ class EndpointCluster:
         self.now = 0.0
         self.endpoints = tuple(LocalEndpoint(stack, f"127.0.0.{number}") for number in (2, 3, 4))
 
-    def store(self, *places: StoreEndpoint) -> FailoverStore:
-        store = FailoverStore(places, failover_timeout=PATIENCE, clock=lambda: self.now)
+    def store(self, *endpoints: StoreEndpoint) -> FailoverStore:
+        store = FailoverStore(
+            endpoints, failover_timeout=FAILOVER_TIMEOUT_S, clock=lambda: self.now
+        )
         return self._stack.enter_context(store)
 
-    def misses(self, store: Store, at: float) -> None:
+    def assert_no_answer(self, store: Store, at: float) -> None:
         """Set the clock, and check that the store does not answer."""
         self.now = at
         with pytest.raises(StoreConnectionError):
             store.get("key")
 
 
-def reaching(endpoints: Sequence[tuple[str, int]], timeout: float) -> Store:
-    """Return a client of the store that is served at one of these endpoints by another process."""
+def connect_to_any(endpoints: Sequence[tuple[str, int]], timeout: float) -> Store:
+    """Return a client of the store that another process serves at one of these endpoints."""
 
-    def place(host: str, port: int) -> StoreEndpoint:
-        def reach() -> TcpStore:
+    def create_endpoint(host: str, port: int) -> StoreEndpoint:
+        def create_client() -> TcpStore:
             return TcpStore(host, port, job=JOB, timeout=timeout, connect_timeout=1.0)
 
-        return StoreEndpoint(host, reach, lambda: None)
+        return StoreEndpoint(host, create_client, lambda: None)
 
-    # On a busy machine, the client can skip the endpoint at first, and tries it again later.
-    places = [place(host, port) for host, port in endpoints]
-    return until_answered(FailoverStore(places, failover_timeout=1.0))
+    # On a busy machine, the client may skip the served endpoint at first and return to it later.
+    endpoints_to_try = [create_endpoint(host, port) for host, port in endpoints]
+    return wait_for_answer(FailoverStore(endpoints_to_try, failover_timeout=1.0))
 
 
-def until_answered(store: Store) -> Store:
+def wait_for_answer(store: Store) -> Store:
     """Return the store when it answers. Each attempt waits for the connection."""
     for _ in range(100):
         try:
@@ -130,7 +134,7 @@ def until_answered(store: Store) -> Store:
         except StoreConnectionError:
             continue
         return store
-    raise AssertionError("no answer in a hundred attempts")
+    raise AssertionError("the store did not answer in a hundred attempts")
 
 
 def is_closed(store: TcpStore) -> bool:

@@ -1,4 +1,4 @@
-"""Client and server reject a peer that does not know the secret, which is never sent."""
+"""Client and server reject a peer that does not know the secret. The secret is never sent."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def server() -> Iterator[TcpStoreServer]:
         yield server
 
 
-def dial(server: TcpStoreServer) -> socket.socket:
+def open_connection(server: TcpStoreServer) -> socket.socket:
     return socket.create_connection((server.host, server.port), timeout=20.0)
 
 
-def ask(connection: socket.socket, frame: Frame) -> Frame:
+def send_and_receive(connection: socket.socket, frame: Frame) -> Frame:
     connection.sendall(encode(frame))
     reader = FrameReader()
     while True:
@@ -53,9 +53,9 @@ def ask(connection: socket.socket, frame: Frame) -> Frame:
             return frames[0]
 
 
-def greet(connection: socket.socket) -> HandshakeTranscript:
-    """Send hello, verify the server's proof, and return what both proofs cover."""
-    welcome = ask(connection, HELLO)
+def send_hello(connection: socket.socket) -> HandshakeTranscript:
+    """Send hello, verify the server's proof, and return the transcript that both proofs cover."""
+    welcome = send_and_receive(connection, HELLO)
     transcript = HandshakeTranscript(welcome.fields["nonce"], NONCE, "")
     assert verify_proof(welcome.fields["proof"], SECRET, Role.SERVER, transcript)
     return transcript
@@ -70,7 +70,7 @@ def reply_to_proof(
     """Return the reply to a request that follows a proof."""
     proof = Frame("proof", 0, {"proof": compute_proof(secret, role, transcript)})
     connection.sendall(encode(proof))
-    return ask(connection, Frame("get", 1, {"key": "key"}))
+    return send_and_receive(connection, Frame("get", 1, {"key": "key"}))
 
 
 def test_a_client_with_the_secret_is_authenticated_for_any_job(
@@ -117,7 +117,7 @@ def test_a_client_with_a_secret_rejects_a_server_without_one() -> None:
 
 @contextmanager
 def impostor(sends: list[Frame]) -> Iterator[tuple[int, list[bytes]]]:
-    """The port of a server that does not know the secret, and what it has received."""
+    """Start a server without the secret, and yield its port and the bytes that it receives."""
     received: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         listener.settimeout(10.0)
@@ -142,7 +142,7 @@ def received_frames(received: list[bytes]) -> list[Frame]:
 
 
 @pytest.mark.parametrize("proof", [None, "0" * 64])
-def test_a_server_that_cannot_prove_itself_gets_no_request_and_nothing_to_guess_from(
+def test_a_server_without_a_proof_gets_no_request_and_no_proof(
     proof: str | None,
 ) -> None:
     with (
@@ -156,29 +156,29 @@ def test_a_server_that_cannot_prove_itself_gets_no_request_and_nothing_to_guess_
 
 
 def test_the_servers_own_proof_does_not_authenticate_a_client(server: TcpStoreServer) -> None:
-    with dial(server) as connection:
-        welcome = ask(connection, HELLO)
-        error = ask(connection, Frame("proof", 0, {"proof": welcome.fields["proof"]}))
+    with open_connection(server) as connection:
+        welcome = send_and_receive(connection, HELLO)
+        error = send_and_receive(connection, Frame("proof", 0, {"proof": welcome.fields["proof"]}))
         assert "has another secret" in error.fields["message"]
 
 
 def test_a_proof_of_the_wrong_role_or_of_another_connection_is_rejected(
     server: TcpStoreServer,
 ) -> None:
-    with dial(server) as one, dial(server) as other:
-        first, second = greet(one), greet(other)
+    with open_connection(server) as one, open_connection(server) as other:
+        first, second = send_hello(one), send_hello(other)
         assert first.server_nonce != second.server_nonce
         for connection, role in ((one, Role.SERVER), (other, Role.CLIENT)):
             error = reply_to_proof(connection, first, role=role)
             assert "has another secret" in error.fields["message"]
-    with dial(server) as connection:
-        assert reply_to_proof(connection, greet(connection)).op == "answer"
+    with open_connection(server) as connection:
+        assert reply_to_proof(connection, send_hello(connection)).op == "answer"
 
 
 def test_the_name_of_the_job_needs_the_secret() -> None:
     with TcpStoreServer("127.0.0.1", 0, job="private", secret=SECRET) as server:
-        with dial(server) as connection:
-            error = reply_to_proof(connection, greet(connection), b"guess")
+        with open_connection(server) as connection:
+            error = reply_to_proof(connection, send_hello(connection), b"guess")
             assert "private" not in error.fields["message"]
         named = pytest.raises(StoreRejectedError, match="serves another job, not 'other'")
         with TcpStore(server.host, server.port, job="other", secret=SECRET) as store, named:
@@ -199,11 +199,11 @@ def test_the_error_quotes_a_server_that_rejects_the_protocol_version() -> None:
 
 @pytest.mark.parametrize("greeted", [False, True])
 def test_no_request_is_executed_before_the_proof(server: TcpStoreServer, greeted: bool) -> None:
-    with dial(server) as connection:
+    with open_connection(server) as connection:
         if greeted:
-            assert ask(connection, HELLO).op == "welcome"
+            assert send_and_receive(connection, HELLO).op == "welcome"
         write = Frame("write", 3, {"key": "a", "ttl": None, "expected": None}, b"x")
-        assert ask(connection, write).op == "error"
+        assert send_and_receive(connection, write).op == "error"
     with TcpStore(server.host, server.port, secret=SECRET) as store:
         assert store.get("a") is None
 
@@ -219,7 +219,7 @@ def test_a_proof_is_only_valid_for_its_secret_role_and_transcript(
     one: tuple[bytes, Role, HandshakeTranscript], other: tuple[bytes, Role, HandshakeTranscript]
 ) -> None:
     assert verify_proof(compute_proof(*one), *one)
-    # HMAC pads a short key with zeros, so keys are told apart without those at their ends.
+    # HMAC pads a short key with zeros, so keys that differ only in trailing zeros are equal.
     if (one[0].rstrip(b"\0"), *one[1:]) != (other[0].rstrip(b"\0"), *other[1:]):
         assert not verify_proof(compute_proof(*one), *other)
 
@@ -274,11 +274,11 @@ def test_threads_that_connect_at_once_are_all_authenticated(server: TcpStoreServ
     with ThreadPoolExecutor(8) as pool:
         gate = threading.Barrier(8)
 
-        def enter(number: int) -> None:
+        def open_store(number: int) -> None:
             gate.wait(10.0)
             with TcpStore(server.host, server.port, secret=SECRET) as store:
                 store.set(f"key/{number}", b"")
 
-        list(pool.map(enter, range(8)))
+        list(pool.map(open_store, range(8)))
     with TcpStore(server.host, server.port, secret=SECRET) as store:
         assert len(store.list("key/").entries) == 8

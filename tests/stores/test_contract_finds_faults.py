@@ -60,8 +60,8 @@ class RefreshesByWriting(MemoryStore):
 
 class MissesWakeUps(MemoryStore):
     def wait(self, prefix: str, *, after: int, timeout: float) -> bool:
-        found = super().wait(prefix, after=after, timeout=0.0)
-        return found or (super().wait("nothing", after=after, timeout=timeout) and False)
+        result = super().wait(prefix, after=after, timeout=0.0)
+        return result or (super().wait("nothing", after=after, timeout=timeout) and False)
 
 
 class WakesAfterTimeout(MemoryStore):
@@ -85,13 +85,13 @@ class IgnoresEarlierChanges(MemoryStore):
 class ListsKeyByKey(MemoryStore):
     def list(self, prefix: str) -> Listing:
         keys = [entry.key for entry in super().list(prefix).entries]
-        found = []
+        result = []
         for key in keys:
             self.wait("nothing", after=super().list("").version, timeout=0.001)
             entry = self.get(key)
             if entry is not None:
-                found.append(entry)
-        return Listing(tuple(found), super().list("").version)
+                result.append(entry)
+        return Listing(tuple(result), super().list("").version)
 
 
 class ListsPageByPage(MemoryStore):
@@ -109,9 +109,9 @@ class ListsOnePageOnly(MemoryStore):
 
 class ListsNewestFirst(MemoryStore):
     def list(self, prefix: str) -> Listing:
-        found = super().list(prefix)
-        entries = sorted(found.entries, key=lambda entry: -entry.version)
-        return Listing(tuple(entries), found.version)
+        result = super().list(prefix)
+        entries = sorted(result.entries, key=lambda entry: -entry.version)
+        return Listing(tuple(entries), result.version)
 
 
 class DeletesEverything(MemoryStore):
@@ -130,13 +130,13 @@ class OtherMessages(MemoryStore):
     """A correct store with other error messages."""
 
     def __getattribute__(self, name: str) -> Any:
-        found = super().__getattribute__(name)
+        result = super().__getattribute__(name)
         if name not in ("get", "set", "compare_set", "delete", "refresh", "list", "wait"):
-            return found
+            return result
 
         def translated(*args: Any, **kwargs: Any) -> Any:
             try:
-                return found(*args, **kwargs)
+                return result(*args, **kwargs)
             except ElasticError as error:
                 raise type(error)("nein") from None
 

@@ -1,4 +1,4 @@
-"""Clients of an etcd that dies, does not answer, is cut off or requires authentication."""
+"""Clients of an etcd that dies, does not answer, is disconnected or requires authentication."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ pytestmark = needs_etcd
 
 
 @contextmanager
-def listening(answer: bytes = b"") -> Iterator[str]:
-    """The endpoint of something that takes each request, and answers with bytes or not at all."""
+def start_server(answer: bytes = b"") -> Iterator[str]:
+    """Start a server that answers each request with the same bytes, or not at all."""
     with ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         pool = stack.enter_context(ThreadPoolExecutor(1))
-        taken: list[socket.socket] = []
+        connections: list[socket.socket] = []
 
         def serve() -> None:
             while True:
@@ -45,7 +45,7 @@ def listening(answer: bytes = b"") -> Iterator[str]:
                     connection, _ = listener.accept()
                 except OSError:
                     return
-                taken.append(connection)
+                connections.append(connection)
                 connection.settimeout(10.0)
                 if answer:
                     connection.recv(65536)
@@ -56,21 +56,21 @@ def listening(answer: bytes = b"") -> Iterator[str]:
             yield f"127.0.0.1:{listener.getsockname()[1]}"
         finally:
             listener.shutdown(socket.SHUT_RDWR)
-            for connection in taken:
+            for connection in connections:
                 connection.close()
 
 
-def until_watched() -> None:
-    """A wait has looked for changes before it, and watches for more."""
+def wait_for_watch() -> None:
+    """Wait until a `wait` of a store has checked earlier changes and watches for later ones."""
 
-    def watches() -> bool:
+    def is_watching() -> bool:
         return any(thread.name == "etcd-watch" for thread in threading.enumerate())
 
-    wait_until("a watch", watches)
+    wait_until("a watch", is_watching)
 
 
-class Relay:
-    """Passes bytes between clients and an etcd, until it cuts them all off."""
+class Proxy:
+    """A TCP proxy between clients and an etcd. It can close all connections."""
 
     def __init__(self, endpoint: str) -> None:
         host, port = endpoint.split(":")
@@ -81,20 +81,20 @@ class Relay:
         self.endpoint = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._start(self._accept)
 
-    def cut(self) -> int:
-        """Close all connections. New ones are accepted."""
-        cut, self._sockets = self._sockets, []
-        for connection in cut:
+    def disconnect_all(self) -> int:
+        """Close all connections. The proxy still accepts new ones."""
+        disconnect_all, self._sockets = self._sockets, []
+        for connection in disconnect_all:
             try:
                 connection.shutdown(socket.SHUT_RDWR)
             except OSError:
                 continue
-        return len(cut)
+        return len(disconnect_all)
 
     def close(self) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        self.cut()
+        self.disconnect_all()
         for thread in self._threads:
             thread.join(10.0)
 
@@ -111,10 +111,10 @@ class Relay:
                 return
             server = socket.create_connection(self._target)
             self._sockets += [client, server]
-            self._start(self._pass, client, server)
-            self._start(self._pass, server, client)
+            self._start(self._forward, client, server)
+            self._start(self._forward, server, client)
 
-    def _pass(self, source: socket.socket, target: socket.socket) -> None:
+    def _forward(self, source: socket.socket, target: socket.socket) -> None:
         try:
             while data := source.recv(65536):
                 target.sendall(data)
@@ -132,7 +132,7 @@ def test_a_killed_and_restarted_etcd_keeps_entries_and_leases(own_etcd: EtcdServ
     with EtcdStore(own_etcd.endpoint, timeout=20.0) as store, ThreadPoolExecutor(1) as pool:
         plain, lease = store.set("plain", b"1"), store.set("lease", b"2", ttl=30.0)
         waiting = pool.submit(store.wait, "key", after=lease.version, timeout=60.0)
-        until_watched()
+        wait_for_watch()
         assert store.wait("none", after=lease.version, timeout=0.1) is False
         own_etcd.kill()
         named = rf"{own_etcd.endpoint}.*refused"
@@ -157,32 +157,32 @@ def test_a_killed_and_restarted_etcd_keeps_entries_and_leases(own_etcd: EtcdServ
         assert waiting.result(20.0) is True
 
 
-def test_a_wait_continues_after_its_connection_broke(etcd: EtcdServer, room: str) -> None:
-    relay = Relay(etcd.endpoint)
-    with EtcdStore(relay.endpoint, prefix=room, timeout=20.0) as store, ExitStack() as stack:
+def test_a_wait_continues_after_its_connection_broke(etcd: EtcdServer, prefix: str) -> None:
+    relay = Proxy(etcd.endpoint)
+    with EtcdStore(relay.endpoint, prefix=prefix, timeout=20.0) as store, ExitStack() as stack:
         stack.callback(relay.close)
         pool = stack.enter_context(ThreadPoolExecutor(1))
         version = store.set("key", b"").version
         waiting = pool.submit(store.wait, "key", after=version, timeout=20.0)
-        until_watched()
+        wait_for_watch()
         assert store.wait("none", after=version, timeout=0.1) is False
-        assert relay.cut() > 0
-        with EtcdStore(etcd.endpoint, prefix=room) as other:
+        assert relay.disconnect_all() > 0
+        with EtcdStore(etcd.endpoint, prefix=prefix) as other:
             other.delete("key")
         assert waiting.result(20.0) is True
 
 
 @pytest.mark.parametrize("dead", ["refusing", "silent", "unknown"])
 def test_the_next_member_is_used_if_the_first_is_dead(
-    etcd: EtcdServer, room: str, dead: str
+    etcd: EtcdServer, prefix: str, dead: str
 ) -> None:
     with ExitStack() as stack:
         refusing = stack.enter_context(reserved_port()).getsockname()
         first = {"refusing": "{}:{}".format(*refusing), "unknown": "no.such.host.invalid:1"}
-        first = first.get(dead) or stack.enter_context(listening())
-        # A silent one takes half of it.
+        first = first.get(dead) or stack.enter_context(start_server())
+        # An endpoint that does not answer uses half of the timeout.
         timeout = 4.0 if dead == "silent" else 30.0
-        store = EtcdStore(f"{first},{etcd.endpoint}", prefix=room, timeout=timeout)
+        store = EtcdStore(f"{first},{etcd.endpoint}", prefix=prefix, timeout=timeout)
         stack.callback(store.close)
         assert store.get("key") is None
         version = store.set("key", b"").version
@@ -192,7 +192,7 @@ def test_the_next_member_is_used_if_the_first_is_dead(
 
 def test_a_write_moves_to_the_next_endpoint_only_if_it_was_not_sent(etcd: EtcdServer) -> None:
     with (
-        listening() as silent,
+        start_server() as silent,
         EtcdStore([silent, etcd.endpoint], timeout=0.4) as store,
         pytest.raises(StoreTimeoutError, match=rf"{silent} did not answer within .* s: set 'key'"),
     ):
@@ -200,12 +200,12 @@ def test_a_write_moves_to_the_next_endpoint_only_if_it_was_not_sent(etcd: EtcdSe
 
 
 def test_the_error_of_an_etcd_that_does_not_answer_names_the_timeout() -> None:
-    with listening() as endpoint, EtcdStore(endpoint, timeout=0.2) as store:
+    with start_server() as endpoint, EtcdStore(endpoint, timeout=0.2) as store:
         with pytest.raises(
             StoreTimeoutError, match=rf"get 'key' within 0\.2 s: {endpoint} did not"
         ):
             store.get("key")
-        # The seconds are those that were left for it.
+        # The message names the rest of the timeout, which is less than the timeout.
         with pytest.raises(
             StoreTimeoutError, match=rf"{endpoint} did not answer within 0\.[12]\d* s"
         ):
@@ -222,7 +222,7 @@ def test_the_error_of_an_etcd_that_does_not_answer_names_the_timeout() -> None:
 )
 def test_a_server_that_is_not_etcd_is_named(answer: bytes) -> None:
     with (
-        listening(answer) as endpoint,
+        start_server(answer) as endpoint,
         EtcdStore(endpoint, timeout=5.0) as store,
         pytest.raises(StoreRejectedError, match=rf"{endpoint} answers, but is not etcd"),
     ):
@@ -242,30 +242,30 @@ def test_a_stopped_etcd_expires_no_lease_that_is_refreshed_afterwards(
         assert store.get("lease") == lease
 
 
-def test_a_lease_of_a_killed_process_ends_after_its_ttl(etcd: EtcdServer, room: str) -> None:
+def test_a_lease_of_a_killed_process_ends_after_its_ttl(etcd: EtcdServer, prefix: str) -> None:
     spec = ClientSpec(
         "elasticlib.stores.etcd_store:EtcdStore",
         (etcd.endpoint,),
-        {"prefix": room, "timeout": 20.0},
+        {"prefix": prefix, "timeout": 20.0},
     )
-    with EtcdStore(etcd.endpoint, prefix=room) as watcher, spec.start("lease", "l", "4") as owner:
+    with EtcdStore(etcd.endpoint, prefix=prefix) as watcher, spec.start("lease", "l", "4") as owner:
         try:
             assert read_line(owner) == "done"
-            held = watcher.list("l")
-            assert [entry.key for entry in held.entries] == ["l"]
+            listing = watcher.list("l")
+            assert [entry.key for entry in listing.entries] == ["l"]
         finally:
             owner.kill()
-        assert watcher.wait("l", after=held.version, timeout=0.5) is False
-        assert watcher.wait("l", after=held.version, timeout=20.0) is True
+        assert watcher.wait("l", after=listing.version, timeout=0.5) is False
+        assert watcher.wait("l", after=listing.version, timeout=20.0) is True
         assert watcher.list("l").entries == ()
 
 
 def test_a_user_signs_in_and_a_lost_token_is_replaced(tmp_path: Path) -> None:
     with EtcdServer(tmp_path / "auth", "--bcrypt-cost=4") as server, ExitStack() as stack:
-        _ask_for_passwords(server)
+        _enable_authentication(server)
 
-        def client(**who: str) -> EtcdStore:
-            store = EtcdStore(server.endpoint, prefix="/job/", timeout=20.0, **who)
+        def client(**credentials: str) -> EtcdStore:
+            store = EtcdStore(server.endpoint, prefix="/job/", timeout=20.0, **credentials)
             return stack.enter_context(store)
 
         good = client(user="trainer", password="secret")
@@ -290,8 +290,8 @@ def test_a_user_signs_in_and_a_lost_token_is_replaced(tmp_path: Path) -> None:
         good.refresh("lease", lease.version)
 
 
-def _ask_for_passwords(server: EtcdServer) -> None:
-    """User `trainer` may use `/job/`; the rest is root's."""
+def _enable_authentication(server: EtcdServer) -> None:
+    """Create the user `trainer` with access to `/job/`, and the user `root` with all access."""
     start, end = (base64.b64encode(key).decode() for key in (b"/job/", b"/job0"))
     may = {"permType": "READWRITE", "key": start, "range_end": end}
     for user in ("root", "trainer"):
@@ -311,7 +311,7 @@ def test_a_user_is_rejected_by_an_etcd_without_authentication(etcd: EtcdServer) 
 
 
 def test_certificates_are_checked_on_both_sides(tmp_path: Path) -> None:
-    make_certificates(tmp_path)
+    create_certificates(tmp_path)
     names = {"ca": "ca.pem", "cert": "cert.pem", "key": "key.pem"}
     ca, cert, key = (str(tmp_path / name) for name in names.values())
     flags = (f"--cert-file={cert}", f"--key-file={key}", f"--trusted-ca-file={ca}")
@@ -348,8 +348,8 @@ def test_certificates_are_checked_on_both_sides(tmp_path: Path) -> None:
             store.get("key")
 
 
-def make_certificates(folder: Path) -> None:
-    """ca.pem, and cert.pem with key.pem signed by it for 127.0.0.1, on either side."""
+def create_certificates(folder: Path) -> None:
+    """Write a CA, and a certificate for 127.0.0.1 that client and server can use."""
     (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
     new = "openssl req -newkey rsa:2048 -nodes -subj"
     steps = (
@@ -359,5 +359,7 @@ def make_certificates(folder: Path) -> None:
         " -extfile names -out cert.pem",
     )
     for step in steps:
-        done = subprocess.run(step.split(), cwd=folder, capture_output=True, text=True, timeout=100)
-        assert done.returncode == 0, done.stderr
+        process = subprocess.run(
+            step.split(), cwd=folder, capture_output=True, text=True, timeout=100
+        )
+        assert process.returncode == 0, process.stderr

@@ -30,19 +30,19 @@ class TestEtcdStore(OwnStoreContract):
     max_examples = 15
 
     @pytest.fixture
-    def make_store(self, etcd: EtcdServer, room: str) -> Callable[[], Store]:
-        return lambda: EtcdStore(etcd.endpoint, prefix=room, timeout=self.timeout_s)
+    def make_store(self, etcd: EtcdServer, prefix: str) -> Callable[[], Store]:
+        return lambda: EtcdStore(etcd.endpoint, prefix=prefix, timeout=self.timeout_s)
 
     @pytest.fixture
-    def client_spec(self, etcd: EtcdServer, room: str) -> ClientSpec:
-        options = {"prefix": room, "timeout": self.timeout_s}
+    def client_spec(self, etcd: EtcdServer, prefix: str) -> ClientSpec:
+        options = {"prefix": prefix, "timeout": self.timeout_s}
         return ClientSpec("elasticlib.stores.etcd_store:EtcdStore", (etcd.endpoint,), options)
 
 
 def test_the_constructor_does_not_connect() -> None:
     before = threading.active_count()
     store = EtcdStore("no.such.host.invalid:1")
-    assert threading.active_count() <= before  # of another test, one may just have ended
+    assert threading.active_count() <= before  # A thread of an earlier test may have exited.
     store.close()
 
 
@@ -56,7 +56,7 @@ def test_endpoints_are_parsed_in_each_form() -> None:
 
 
 @pytest.mark.parametrize(
-    ("endpoints", "options", "sentence"),
+    ("endpoints", "options", "message"),
     [
         ("", {}, "HOST:PORT"),
         ([], {}, "at least one endpoint"),
@@ -70,9 +70,9 @@ def test_endpoints_are_parsed_in_each_form() -> None:
     ],
 )
 def test_invalid_arguments_are_rejected(
-    endpoints: str, options: dict[str, Any], sentence: str
+    endpoints: str, options: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=sentence):
+    with pytest.raises(ConfigError, match=message):
         EtcdStore(endpoints, **options)
 
 
@@ -81,8 +81,11 @@ def test_certificates_that_cannot_be_read_are_rejected_at_once(tmp_path: Path) -
         EtcdStore("a", ca_cert=f"{tmp_path}/ca.pem")
 
 
-def test_stores_of_different_prefixes_do_not_see_each_other(etcd: EtcdServer, room: str) -> None:
-    with EtcdStore(etcd.endpoint, prefix=room) as one, EtcdStore(etcd.endpoint, prefix="/te") as te:
+def test_stores_of_different_prefixes_do_not_see_each_other(etcd: EtcdServer, prefix: str) -> None:
+    with (
+        EtcdStore(etcd.endpoint, prefix=prefix) as one,
+        EtcdStore(etcd.endpoint, prefix="/te") as te,
+    ):
         entry = one.set("key", b"")
         te.set("st/key", b"")
         assert one.list("").entries == (entry,)
@@ -91,9 +94,9 @@ def test_stores_of_different_prefixes_do_not_see_each_other(etcd: EtcdServer, ro
 
 
 def test_a_wait_notices_keys_that_were_created_and_deleted_before_it(
-    etcd: EtcdServer, room: str
+    etcd: EtcdServer, prefix: str
 ) -> None:
-    with EtcdStore(etcd.endpoint, prefix=room) as store:
+    with EtcdStore(etcd.endpoint, prefix=prefix) as store:
         before = store.set("other", b"").version
         assert store.wait("key", after=before, timeout=0.0) is False
         store.set("key", b"")
@@ -103,8 +106,8 @@ def test_a_wait_notices_keys_that_were_created_and_deleted_before_it(
         assert store.wait("", after=store.list("").version + 1000, timeout=0.0) is True
 
 
-def test_compacted_revisions_count_as_a_change(etcd: EtcdServer, room: str) -> None:
-    with EtcdStore(etcd.endpoint, prefix=room) as store:
+def test_compacted_revisions_count_as_a_change(etcd: EtcdServer, prefix: str) -> None:
+    with EtcdStore(etcd.endpoint, prefix=prefix) as store:
         before = store.set("other", b"").version
         last = [store.set("other", b"%d" % number).version for number in range(3)][-1]
         assert store.wait("key", after=before, timeout=0.0) is False
@@ -116,9 +119,9 @@ def test_compacted_revisions_count_as_a_change(etcd: EtcdServer, room: str) -> N
         assert store.wait("key", after=far, timeout=0.0) is False
 
 
-def test_many_watched_ranges_use_few_threads(etcd: EtcdServer, room: str) -> None:
+def test_many_watched_ranges_use_few_threads(etcd: EtcdServer, prefix: str) -> None:
     before = threading.active_count()
-    with EtcdStore(etcd.endpoint, prefix=room) as store:
+    with EtcdStore(etcd.endpoint, prefix=prefix) as store:
         version = store.set("key", b"").version
         for number in range(20):
             assert store.wait(f"{number}/", after=version, timeout=0.01) is False
@@ -127,38 +130,38 @@ def test_many_watched_ranges_use_few_threads(etcd: EtcdServer, room: str) -> Non
 
 
 def test_a_replaced_lease_is_revoked_in_etcd(own_etcd: EtcdServer) -> None:
-    def leases() -> int:
+    def count_leases() -> int:
         return len(own_etcd.post("lease/leases").get("leases", ()))
 
     with EtcdStore(own_etcd.endpoint) as one, EtcdStore(own_etcd.endpoint) as other:
         first = one.set("key", b"1", ttl=1000.0)
         second = one.set("key", b"2", ttl=1000.0)
-        assert leases() == 1
+        assert count_leases() == 1
         assert one.compare_set("key", b"3", expected=first.version, ttl=1000.0).succeeded is False
-        assert leases() == 1
+        assert count_leases() == 1
         assert other.delete("key", expected=second.version) is True
         with pytest.raises(LeaseLostError, match="the key is gone"):
             one.refresh("key", second.version)
-        assert leases() == 0
+        assert count_leases() == 0
         one.set("key", b"", ttl=1000.0)
         assert one.delete("key") is True
-        assert leases() == 0
+        assert count_leases() == 0
         one.set("key", b"", ttl=1000.0)
-    assert leases() == 0
+    assert count_leases() == 0
 
 
-def test_errors_of_etcd_are_quoted(etcd: EtcdServer, room: str) -> None:
-    with EtcdStore(etcd.endpoint, prefix=room) as store:
+def test_errors_of_etcd_are_quoted(etcd: EtcdServer, prefix: str) -> None:
+    with EtcdStore(etcd.endpoint, prefix=prefix) as store:
         with pytest.raises(StoreRejectedError, match=r"refused to set 'key': .*too large"):
             store.set("key", b"x" * 2_000_000)
-        raw = base64.b64encode(f"{room}/\xff".encode("latin-1")).decode()
+        raw = base64.b64encode(f"{prefix}/\xff".encode("latin-1")).decode()
         etcd.post("kv/put", key=raw)
         with pytest.raises(StoreRejectedError, match="a key that is not text"):
             store.list("")
 
 
-class StoodStill(EtcdStore):
-    """Stands still once, between the grant of a lease and the write under it, until it is over."""
+class PausedStore(EtcdStore):
+    """A client that is paused after the grant of a lease until the lease has expired."""
 
     pauses = 1
 
@@ -173,15 +176,15 @@ class StoodStill(EtcdStore):
 def test_a_writer_that_was_stopped_for_longer_than_its_ttl_gets_a_new_lease(
     etcd: EtcdServer,
 ) -> None:
-    with StoodStill(etcd.endpoint) as store:
+    with PausedStore(etcd.endpoint) as store:
         entry = store.set("a", b"1", ttl=5.0)
         store.refresh("a", entry.version)
         store.pauses = 1
-        won = store.compare_set("a", b"2", expected=entry.version, ttl=5.0)
-        assert (won.succeeded, won.entry) == (True, store.get("a"))
-        assert won.entry is not None
-        store.refresh("a", won.entry.version)
+        result = store.compare_set("a", b"2", expected=entry.version, ttl=5.0)
+        assert (result.succeeded, result.entry) == (True, store.get("a"))
+        assert result.entry is not None
+        store.refresh("a", result.entry.version)
         store.pauses = 3
         with pytest.raises(StoreRejectedError, match=r"refused to set 'a': .*lease not found"):
             store.set("a", b"3", ttl=5.0)
-        assert store.get("a") == won.entry
+        assert store.get("a") == result.entry

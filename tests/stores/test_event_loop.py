@@ -1,4 +1,4 @@
-"""The loop that is run by the threads that wait: conditions, descriptors, timers, signals."""
+"""The event loop, which waiting threads run: conditions, descriptors, timers and signals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elasticlib.clock import monotonic
 from elasticlib.event_loop import CLOSE_TIMEOUT_S, EventLoop
 from elasticlib.testing.waiting import wait_until
 
-PATIENCE = 60.0
+TIMEOUT_S = 60.0
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def loop() -> Iterator[EventLoop]:
 
 @pytest.fixture
 def pipe(loop: EventLoop) -> Iterator[tuple[int, list[bytes]]]:
-    """The writing end of a pipe, and what the loop has read from it."""
+    """Create a pipe that the loop reads. Yield its write end and the chunks that were read."""
     reading, writing = os.pipe()
     chunks: list[bytes] = []
     loop.add_reader(reading, lambda: chunks.append(os.read(reading, 100)))
@@ -44,7 +44,7 @@ def test_readable_descriptors_and_due_timers_are_handled_while_a_thread_waits(
     for number in (2, 1, 3):
         loop.call_at(monotonic() + number / 100, lambda number=number: order.append(number))
     os.write(writing, b"x")
-    assert loop.run_until(lambda: len(order) == 3, PATIENCE)
+    assert loop.run_until(lambda: len(order) == 3, TIMEOUT_S)
     assert (order, chunks) == ([1, 2, 3], [b"x"])
     assert not loop.run_until(lambda: False, 0.01)
 
@@ -54,7 +54,7 @@ def test_events_are_handled_although_the_condition_holds(
 ) -> None:
     writing, chunks = pipe
     os.write(writing, b"x")
-    assert loop.run_until(lambda: True, PATIENCE)
+    assert loop.run_until(lambda: True, TIMEOUT_S)
     assert chunks == [b"x"]
 
 
@@ -65,7 +65,7 @@ def test_a_callback_that_fails_prevents_no_other_one(
     loop.call_at(monotonic(), lambda: 1 // 0)
     os.write(writing, b"x")
     loop.call_at(monotonic(), lambda: chunks.append(b"y"))
-    assert loop.run_until(lambda: len(chunks) == 2, PATIENCE)
+    assert loop.run_until(lambda: len(chunks) == 2, TIMEOUT_S)
     assert "a callback of the event loop failed: integer division" in caplog.text
 
 
@@ -75,30 +75,30 @@ def test_several_threads_can_wait_and_each_returns_when_its_condition_holds(
     writing, chunks = pipe
     with ThreadPoolExecutor(4) as pool:
         waiting = [
-            pool.submit(loop.run_until, lambda n=n: len(chunks) > n, PATIENCE) for n in range(4)
+            pool.submit(loop.run_until, lambda n=n: len(chunks) > n, TIMEOUT_S) for n in range(4)
         ]
         for number in range(4):
             os.write(writing, b"x")
             wait_until("the byte to be read", lambda number=number: len(chunks) == number + 1)
-            assert waiting[number].result(PATIENCE)
+            assert waiting[number].result(TIMEOUT_S)
             assert not any(future.done() for future in waiting[number + 1 :])
 
 
 def test_another_thread_wakes_the_one_that_waits(loop: EventLoop) -> None:
     inbox: list[int] = []
 
-    def post() -> None:
+    def wake() -> None:
         for number in range(1000):
             inbox.append(number)
             loop.wake()
 
     received: list[int] = []
     with ThreadPoolExecutor(1) as pool:
-        posting = pool.submit(post)
+        posting = pool.submit(wake)
         while len(received) < 1000:
-            assert loop.run_until(lambda: inbox, PATIENCE)
+            assert loop.run_until(lambda: inbox, TIMEOUT_S)
             received.append(inbox.pop(0))
-        posting.result(PATIENCE)
+        posting.result(TIMEOUT_S)
     assert received == list(range(1000))
 
 
@@ -112,7 +112,7 @@ def test_a_signal_handler_wakes_the_thread_that_waits(loop: EventLoop) -> None:
     previous = signal.signal(signal.SIGUSR1, handle)
     try:
         loop.call_at(monotonic(), lambda: os.kill(os.getpid(), signal.SIGUSR1))
-        assert loop.run_until(lambda: signals, PATIENCE)
+        assert loop.run_until(lambda: signals, TIMEOUT_S)
     finally:
         signal.signal(signal.SIGUSR1, previous)
 
@@ -129,15 +129,15 @@ def test_a_thread_that_was_interrupted_by_an_exception_can_wait_again(loop: Even
     try:
         loop.call_at(monotonic(), lambda: os.kill(os.getpid(), signal.SIGUSR1))
         with pytest.raises(Interrupted):
-            loop.run_until(lambda: False, PATIENCE)
+            loop.run_until(lambda: False, TIMEOUT_S)
     finally:
         signal.signal(signal.SIGUSR1, previous)
     with ThreadPoolExecutor(1) as pool:
-        assert not pool.submit(loop.run_until, lambda: False, 0.01).result(PATIENCE)
+        assert not pool.submit(loop.run_until, lambda: False, 0.01).result(TIMEOUT_S)
     assert not loop.run_until(lambda: False, 0.01)
 
 
-def threads() -> list[threading.Thread]:
+def loop_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "event-loop"]
 
 
@@ -148,12 +148,12 @@ def test_a_loop_has_a_thread_only_until_its_owner_runs_it(
     loop.start_thread()
     os.write(writing, b"x")
     wait_until("the thread to read", lambda: chunks)
-    assert len(threads()) == 1
+    assert len(loop_threads()) == 1
     loop.adopt()
     loop.start_thread()
-    assert not threads()
+    assert not loop_threads()
     os.write(writing, b"y")
-    assert loop.run_until(lambda: len(chunks) == 2, PATIENCE)
+    assert loop.run_until(lambda: len(chunks) == 2, TIMEOUT_S)
     loop.release()
     os.write(writing, b"z")
     wait_until("the thread to read again", lambda: len(chunks) == 3)
@@ -168,7 +168,7 @@ def test_a_loop_that_another_thread_runs_is_closed_once_that_thread_releases_it(
     def run() -> None:
         loop.adopt()
         while not is_over.is_set():
-            loop.run_until(is_over.is_set, PATIENCE)
+            loop.run_until(is_over.is_set, TIMEOUT_S)
         loop.release()
 
     running = threading.Thread(target=run)
@@ -179,7 +179,7 @@ def test_a_loop_that_another_thread_runs_is_closed_once_that_thread_releases_it(
     assert monotonic() - started_at < CLOSE_TIMEOUT_S, "it waits for no thread that runs the loop"
     is_over.set()
     loop.wake()
-    running.join(PATIENCE)
+    running.join(TIMEOUT_S)
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
@@ -193,7 +193,7 @@ def test_a_loop_that_is_closed_has_no_open_descriptor_and_can_be_used_again(
     loop.close()
     loop.wake()
     assert sorted(os.listdir("/proc/self/fd")) == before
-    assert not threads()
+    assert not loop_threads()
     called: list[int] = []
     loop.call_at(monotonic(), lambda: called.append(1))
-    assert loop.run_until(lambda: called, PATIENCE)
+    assert loop.run_until(lambda: called, TIMEOUT_S)

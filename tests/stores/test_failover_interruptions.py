@@ -1,4 +1,4 @@
-"""Errors of operations that a move to another endpoint, or closing, interrupts."""
+"""Errors of operations that are interrupted by a move to another endpoint, or by close."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from endpoint_cluster import JOB, PATIENCE, EndpointCluster, is_closed
+from endpoint_cluster import FAILOVER_TIMEOUT_S, JOB, EndpointCluster, is_closed
 
 from elasticlib.errors import StoreConnectionError
 from elasticlib.stores.failover_store import StoreEndpoint
@@ -26,17 +26,17 @@ def test_an_operation_that_a_failover_interrupts_names_its_reason(cluster: Endpo
                 asking.put(None)
             super().connect(timeout)
 
-    def reach() -> TcpStore:
+    def create_client() -> TcpStore:
         return ObservedStore(one.host, one.port, job=JOB, timeout=5.0, connect_timeout=1.0)
 
-    store = cluster.store(StoreEndpoint(one.endpoint, reach, lambda: None), two.theirs())
+    store = cluster.store(StoreEndpoint(one.endpoint, create_client, lambda: None), two.as_client())
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(store.get, "key")
         asking.get(timeout=10.0)
         second = pool.submit(store.get, "key")
         asking.get(timeout=10.0)
-        # The first operation fails first, and the store moves.
-        cluster.now = 2 * PATIENCE
+        # The first operation fails, and the store moves.
+        cluster.now = 2 * FAILOVER_TIMEOUT_S
         for pending in (first, second):
             with pytest.raises(StoreConnectionError, match=f"{one.endpoint} could not be reached"):
                 pending.result(20.0)
@@ -47,14 +47,15 @@ def test_an_operation_that_a_move_interrupts_names_the_new_endpoint(
 ) -> None:
     one, two, _ = cluster.endpoints
     one.connect_timeout = 60.0
-    store = cluster.store(one.theirs(), two.theirs())
+    store = cluster.store(one.as_client(), two.as_client())
     with ThreadPoolExecutor(1) as pool:
         pending = pool.submit(store.get, "key")
         for _ in ("looking round", "connecting"):
-            one.reaching.get(timeout=10.0)
+            one.new_clients.get(timeout=10.0)
         two.open()
         wait_until(
-            "it to have gone", lambda: store.try_other_endpoints(lambda _found, _earlier: True)
+            "a move to another endpoint",
+            lambda: store.try_other_endpoints(lambda _found, _earlier: True),
         )
         with pytest.raises(StoreConnectionError, match=f"now uses the store at {two.endpoint}"):
             pending.result(10.0)
@@ -67,15 +68,15 @@ def test_an_operation_that_a_move_interrupts_names_the_new_endpoint(
 def test_close_ends_a_thread_that_tries_to_connect(cluster: EndpointCluster, reaches: int) -> None:
     one, two, _ = cluster.endpoints
     one.connect_timeout = two.connect_timeout = 60.0
-    store = cluster.store(one.theirs(), two.ours())
+    store = cluster.store(one.as_client(), two.as_owner())
     with ThreadPoolExecutor(1) as pool:
         asking = pool.submit(store.get, "key")
         for _ in range(reaches):
-            one.reaching.get(timeout=10.0)
+            one.new_clients.get(timeout=10.0)
         store.close()
         with pytest.raises(StoreConnectionError, match="closed"):
             asking.result(10.0)
-    assert all(is_closed(found) for found in one.reached)
+    assert all(is_closed(found) for found in one.clients)
 
 
 def test_close_does_not_block_and_also_closes_a_server_that_starts_later(
@@ -89,7 +90,7 @@ def test_close_does_not_block_and_also_closes_a_server_that_starts_later(
         closed.wait(20.0)
         return one.serve()
 
-    store = cluster.store(StoreEndpoint(one.endpoint, one.reach, serve_late))
+    store = cluster.store(StoreEndpoint(one.endpoint, one.create_client, serve_late))
     with ThreadPoolExecutor(2) as pool:
         asking = pool.submit(store.get, "key")
         assert serving.wait(10.0)
@@ -99,16 +100,16 @@ def test_close_does_not_block_and_also_closes_a_server_that_starts_later(
             closed.set()
         with pytest.raises(StoreConnectionError, match="closed"):
             asking.result(10.0)
-    assert [server.is_serving for server in one.served] == [False]
+    assert [server.is_serving for server in one.servers] == [False]
 
 
 def test_a_closed_store_does_not_move(cluster: EndpointCluster) -> None:
     one, two, _ = cluster.endpoints
     one.open()
     two.open()
-    store = cluster.store(one.theirs(), two.theirs())
+    store = cluster.store(one.as_client(), two.as_client())
     store.get("key")
     store.close()
-    cluster.misses(store, 10 * PATIENCE)
+    cluster.assert_no_answer(store, 10 * FAILOVER_TIMEOUT_S)
     assert not store.try_other_endpoints(lambda _found, _earlier: True)
-    assert two.reached == []
+    assert two.clients == []

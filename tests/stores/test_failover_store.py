@@ -9,13 +9,13 @@ from functools import partial
 
 import pytest
 from endpoint_cluster import (
+    FAILOVER_TIMEOUT_S,
     JOB,
-    PATIENCE,
     EndpointCluster,
     LocalEndpoint,
+    connect_to_any,
     is_closed,
-    reaching,
-    until_answered,
+    wait_for_answer,
 )
 from own_store_contract import OwnStoreContract
 
@@ -34,7 +34,7 @@ from elasticlib.stores.tcp_server import TcpStoreServer
 from elasticlib.testing import ClientSpec
 from elasticlib.testing.waiting import wait_until
 
-# -- the contract ------------------------------------------------------------------------------
+# -- the store contract ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("before", [1], ids=["two places, first empty"])
@@ -46,18 +46,21 @@ class TestMovingStore(OwnStoreContract):
         with ExitStack() as stack:
             empty = [LocalEndpoint(stack, "127.0.0.2") for _ in range(before)]
             server = stack.enter_context(TcpStoreServer("127.0.0.3", 0, job=JOB))
-            yield [*((spot.host, spot.port) for spot in empty), (server.host, server.port)]
+            yield [
+                *((endpoint.host, endpoint.port) for endpoint in empty),
+                (server.host, server.port),
+            ]
 
     @pytest.fixture
     def make_store(self, endpoints: list[tuple[str, int]]) -> Callable[[], Store]:
-        return lambda: reaching(endpoints, self.timeout_s)
+        return lambda: connect_to_any(endpoints, self.timeout_s)
 
     @pytest.fixture
     def client_spec(self, endpoints: list[tuple[str, int]]) -> ClientSpec:
-        return ClientSpec("endpoint_cluster:reaching", (endpoints, self.timeout_s))
+        return ClientSpec("endpoint_cluster:connect_to_any", (endpoints, self.timeout_s))
 
 
-# -- when it moves -----------------------------------------------------------------------------
+# -- when the store moves ----------------------------------------------------------------------
 
 
 def test_a_failover_store_needs_an_endpoint() -> None:
@@ -70,28 +73,28 @@ def test_the_store_moves_after_the_failover_timeout_and_not_before(
 ) -> None:
     one, two, _ = cluster.endpoints
     first, _ = one.open(), two.open()
-    store = cluster.store(one.theirs(), two.theirs())
+    store = cluster.store(one.as_client(), two.as_client())
     cluster.now = 10.0
     store.set("key", b"at the first")
     first.close()
-    cluster.misses(store, 10.0 + PATIENCE - 0.01)
-    assert two.reached == []
-    cluster.misses(store, 10.0 + PATIENCE)
-    # What was written at one place counts for nothing at another.
+    cluster.assert_no_answer(store, 10.0 + FAILOVER_TIMEOUT_S - 0.01)
+    assert two.clients == []
+    cluster.assert_no_answer(store, 10.0 + FAILOVER_TIMEOUT_S)
+    # The second endpoint has a store of its own, without the key.
     assert store.get("key") is None
-    assert all(is_closed(left) for left in one.reached)
+    assert all(is_closed(left) for left in one.clients)
 
 
 def test_each_reply_restarts_the_failover_timeout(cluster: EndpointCluster) -> None:
     one, two, _ = cluster.endpoints
     first, _ = one.open(), two.open()
-    store = cluster.store(one.theirs(), two.theirs())
+    store = cluster.store(one.as_client(), two.as_client())
     for now in (0.0, 2.0, 4.0, 6.0):
         cluster.now = now
         store.get("key")
     first.close()
-    cluster.misses(store, 6.0 + PATIENCE - 0.01)
-    assert two.reached == []
+    cluster.assert_no_answer(store, 6.0 + FAILOVER_TIMEOUT_S - 0.01)
+    assert two.clients == []
 
 
 def test_each_endpoint_has_the_same_timeout_and_the_first_follows_the_last(
@@ -99,17 +102,17 @@ def test_each_endpoint_has_the_same_timeout_and_the_first_follows_the_last(
 ) -> None:
     one, two, three = cluster.endpoints
     first = one.open()
-    store = cluster.store(*(spot.theirs() for spot in cluster.endpoints))
+    store = cluster.store(*(endpoint.as_client() for endpoint in cluster.endpoints))
     store.get("key")
     first.close()
-    cluster.misses(store, PATIENCE)
-    cluster.misses(store, 2 * PATIENCE - 0.01)
-    assert (len(two.reached), len(three.reached)) == (1, 0)
-    cluster.misses(store, 2 * PATIENCE)
-    cluster.misses(store, 3 * PATIENCE)
+    cluster.assert_no_answer(store, FAILOVER_TIMEOUT_S)
+    cluster.assert_no_answer(store, 2 * FAILOVER_TIMEOUT_S - 0.01)
+    assert (len(two.clients), len(three.clients)) == (1, 0)
+    cluster.assert_no_answer(store, 2 * FAILOVER_TIMEOUT_S)
+    cluster.assert_no_answer(store, 3 * FAILOVER_TIMEOUT_S)
     one.open()
     assert store.get("key") is None
-    assert [len(spot.reached) for spot in cluster.endpoints] == [2, 1, 1]
+    assert [len(endpoint.clients) for endpoint in cluster.endpoints] == [2, 1, 1]
 
 
 def test_an_endpoint_of_another_job_is_skipped_and_logged(
@@ -118,7 +121,7 @@ def test_an_endpoint_of_another_job_is_skipped_and_logged(
     one, two, _ = cluster.endpoints
     one.open(job="another")
     two.open()
-    store = cluster.store(one.theirs(), two.theirs())
+    store = cluster.store(one.as_client(), two.as_client())
     assert store.get("key") is None
     assert len([r for r in caplog.records if "another" in r.message]) == 1
 
@@ -127,7 +130,7 @@ def test_an_error_is_raised_at_once_if_all_endpoints_reject(cluster: EndpointClu
     one, two, _ = cluster.endpoints
     one.open(job="another")
     two.open(job="another")
-    store = cluster.store(one.theirs(), two.theirs())
+    store = cluster.store(one.as_client(), two.as_client())
     with pytest.raises(StoreRejectedError, match="another"):
         store.get("key")
 
@@ -137,27 +140,27 @@ def test_an_endpoint_that_another_job_has_taken_counts_as_not_answering(
 ) -> None:
     one, two, _ = cluster.endpoints
     first, _ = one.open(), two.open()
-    store = cluster.store(one.theirs(), two.theirs())
+    store = cluster.store(one.as_client(), two.as_client())
     store.get("key")
     first.close()
-    cluster.misses(store, 0.0)
+    cluster.assert_no_answer(store, 0.0)
     one.open(job="another")
-    cluster.now = 10 * PATIENCE
+    cluster.now = 10 * FAILOVER_TIMEOUT_S
     with pytest.raises(StoreConnectionError, match="another"):
         store.get("key")
     assert store.get("key") is None
 
 
-# -- where it is hosted ------------------------------------------------------------------------
+# -- which node serves the store ---------------------------------------------------------------
 
 
 def test_the_first_node_serves_at_its_own_endpoint(cluster: EndpointCluster) -> None:
     one, two, _ = cluster.endpoints
-    store = cluster.store(one.ours(), two.ours())
+    store = cluster.store(one.as_owner(), two.as_owner())
     entry = store.set("key", b"value")
-    assert [server.address for server in one.served] == [one.endpoint]
-    assert (store.server, two.served) == (one.served[0], [])
-    with one.joined() as other:
+    assert [server.address for server in one.servers] == [one.endpoint]
+    assert (store.server, two.servers) == (one.servers[0], [])
+    with one.create_connected_client() as other:
         assert other.get("key") == entry
 
 
@@ -166,11 +169,11 @@ def test_the_first_connection_prefers_an_endpoint_that_is_served(
 ) -> None:
     one, two, _ = cluster.endpoints
     two.open()
-    with two.joined() as writer:
+    with two.create_connected_client() as writer:
         written = writer.set("key", b"value")
-    store = cluster.store(one.ours(), two.ours())
+    store = cluster.store(one.as_owner(), two.as_owner())
     assert store.get("key") == written
-    assert (store.server, one.served, two.served) == (None, [], [])
+    assert (store.server, one.servers, two.servers) == (None, [], [])
 
 
 def test_the_owner_of_the_next_endpoint_serves_there_unless_it_is_served(
@@ -179,30 +182,31 @@ def test_the_owner_of_the_next_endpoint_serves_there_unless_it_is_served(
     one, two, _ = cluster.endpoints
     first = one.open()
     owner, other, twin = (
-        cluster.store(one.theirs(), place) for place in (two.ours(), two.theirs(), two.ours())
+        cluster.store(one.as_client(), place)
+        for place in (two.as_owner(), two.as_client(), two.as_owner())
     )
     stores = (owner, other, twin)
     for store in stores:
         store.get("key")
     first.close()
     for store in stores:
-        cluster.misses(store, PATIENCE)
-    assert owner.server is two.served[0]
-    assert (other.server, twin.server, len(two.served)) == (None, None, 1)
+        cluster.assert_no_answer(store, FAILOVER_TIMEOUT_S)
+    assert owner.server is two.servers[0]
+    assert (other.server, twin.server, len(two.servers)) == (None, None, 1)
     entry = owner.set("key", b"value")
     assert [store.get("key") for store in stores] == [entry] * 3
 
 
 def test_a_node_that_moves_closes_its_own_server(cluster: EndpointCluster) -> None:
     one, two, _ = cluster.endpoints
-    store = cluster.store(one.ours(), two.ours())
+    store = cluster.store(one.as_owner(), two.as_owner())
     store.get("key")
-    one.served[0].close()  # as where its thread broke
-    cluster.misses(store, PATIENCE)
-    assert store.server is two.served[0]
-    assert not one.served[0].is_serving
+    one.servers[0].close()  # as if its thread had failed
+    cluster.assert_no_answer(store, FAILOVER_TIMEOUT_S)
+    assert store.server is two.servers[0]
+    assert not one.servers[0].is_serving
     store.close()
-    assert not two.served[0].is_serving
+    assert not two.servers[0].is_serving
 
 
 def test_the_owner_of_the_only_endpoint_serves_there_when_another_server_is_gone(
@@ -210,32 +214,32 @@ def test_the_owner_of_the_only_endpoint_serves_there_when_another_server_is_gone
 ) -> None:
     one, _, _ = cluster.endpoints
     first = one.open()
-    store = cluster.store(one.ours())
+    store = cluster.store(one.as_owner())
     store.get("key")
     first.close()
-    cluster.misses(store, PATIENCE)
+    cluster.assert_no_answer(store, FAILOVER_TIMEOUT_S)
     store.get("key")
-    assert store.server is one.served[0]
+    assert store.server is one.servers[0]
 
 
 def test_a_node_serves_at_one_endpoint_at_most(cluster: EndpointCluster) -> None:
-    """Its own server lives and cannot be reached, as where an interface is gone."""
+    """The own server of the node runs, but the node cannot connect to it."""
     one, two, _ = cluster.endpoints
-    store = cluster.store(StoreEndpoint(one.endpoint, two.reach, one.serve))
-    cluster.misses(store, 0.0)
-    cluster.misses(store, PATIENCE)
-    assert [server.is_serving for server in one.served] == [False, True]
-    assert store.server is one.served[1]
+    store = cluster.store(StoreEndpoint(one.endpoint, two.create_client, one.serve))
+    cluster.assert_no_answer(store, 0.0)
+    cluster.assert_no_answer(store, FAILOVER_TIMEOUT_S)
+    assert [server.is_serving for server in one.servers] == [False, True]
+    assert store.server is one.servers[1]
 
 
-def host_at(store: Store) -> str | None:
-    """The address at which this client serves the store itself."""
+def served_host(store: Store) -> str | None:
+    """Return the address at which this client serves the store, or None."""
     assert isinstance(store, FailoverStore)
     return None if store.server is None else store.server.host
 
 
 def test_agents_host_and_move_in_the_order_of_the_endpoint_list(cluster: EndpointCluster) -> None:
-    endpoints = ",".join(spot.endpoint for spot in cluster.endpoints[:2])
+    endpoints = ",".join(endpoint.endpoint for endpoint in cluster.endpoints[:2])
     quick = {"keep_alive_interval": 0.1, "keep_alive_max_attempt": 2}
     configs = [
         LaunchConfig(max_nodes=2, run_id=JOB, rdzv_endpoint=endpoints, rdzv_configs=conf)
@@ -247,14 +251,14 @@ def test_agents_host_and_move_in_the_order_of_the_endpoint_list(cluster: Endpoin
             stack.enter_context(store)
             store.get("key")
         first, second, third = stores
-        assert [host_at(store) for store in stores] == ["127.0.0.2", None, None]
+        assert [served_host(store) for store in stores] == ["127.0.0.2", None, None]
         first.close()
-        entry = until_answered(second).set("key", b"value")
-        assert until_answered(third).get("key") == entry
-        assert [host_at(store) for store in (second, third)] == ["127.0.0.3", None]
+        entry = wait_for_answer(second).set("key", b"value")
+        assert wait_for_answer(third).get("key") == entry
+        assert [served_host(store) for store in (second, third)] == ["127.0.0.3", None]
 
 
-# -- looking elsewhere -------------------------------------------------------------------------
+# -- trying other endpoints --------------------------------------------------------------------
 
 
 def test_other_endpoints_are_tried_and_clients_that_are_not_accepted_are_closed(
@@ -262,27 +266,29 @@ def test_other_endpoints_are_tried_and_clients_that_are_not_accepted_are_closed(
 ) -> None:
     one, two, three = cluster.endpoints
     two.open()
-    store = cluster.store(*(spot.theirs() for spot in cluster.endpoints))
+    store = cluster.store(*(endpoint.as_client() for endpoint in cluster.endpoints))
     entry = store.set("key", b"value")
     one.open()
     three.open()
     seen: list[tuple[Store, bool]] = []
 
-    def refuse(found: Store, earlier: bool) -> bool:
-        assert found.get("key") is None
-        seen.append((found, earlier))
+    def reject(store_there: Store, earlier: bool) -> bool:
+        assert store_there.get("key") is None
+        seen.append((store_there, earlier))
         if earlier:
-            raise RendezvousConfigError("what stands there is of another version")
+            raise RendezvousConfigError("the job there has another format")
         return False
 
-    for _ in range(3):  # a busy machine may take longer than a look
-        assert not store.try_other_endpoints(refuse)
-    wait_until("both to have been seen", lambda: len({earlier for _, earlier in seen}) == 2)
-    for found, earlier in seen:
-        assert found in (one.reached if earlier else three.reached)
-    for found, _ in seen:
-        assert isinstance(found, TcpStore)
-        wait_until("it to be closed", partial(is_closed, found))
+    for _ in range(3):  # On a busy machine, one scan may end before all endpoints have answered.
+        assert not store.try_other_endpoints(reject)
+    wait_until(
+        "an earlier and a later endpoint", lambda: len({earlier for _, earlier in seen}) == 2
+    )
+    for store_there, earlier in seen:
+        assert store_there in (one.clients if earlier else three.clients)
+    for store_there, _ in seen:
+        assert isinstance(store_there, TcpStore)
+        wait_until("the end of a connection", partial(is_closed, store_there))
     assert store.get("key") == entry
 
 
@@ -291,23 +297,26 @@ def test_an_endpoint_that_answers_no_request_does_not_block_a_scan(
 ) -> None:
     one, two, three = cluster.endpoints
     two.open()
-    store = cluster.store(*(spot.theirs() for spot in cluster.endpoints))
+    store = cluster.store(*(endpoint.as_client() for endpoint in cluster.endpoints))
     entry = store.set("key", b"value")
     one.open()
     three.open()
     answered = threading.Event()
 
-    def accept(found: Store, earlier: bool) -> bool:
-        del found
+    def accept(store_there: Store, earlier: bool) -> bool:
+        del store_there
         return not earlier or answered.wait(60.0)
 
-    wait_until("the third place to be taken", lambda: store.try_other_endpoints(accept))
+    wait_until("a move to the third endpoint", lambda: store.try_other_endpoints(accept))
     assert not answered.is_set()
-    assert (store.get("key"), is_closed(two.reached[0])) == (None, True)
+    assert (store.get("key"), is_closed(two.clients[0])) == (None, True)
     answered.set()
-    # What was found too late is left again.
-    wait_until("the first to be left", lambda: all(is_closed(found) for found in one.reached))
-    with two.joined() as other:
+    # The store closes connections that are accepted after the move.
+    wait_until(
+        "the end of the connections to the first endpoint",
+        lambda: all(is_closed(store_there) for store_there in one.clients),
+    )
+    with two.create_connected_client() as other:
         assert other.get("key") == entry
 
 
@@ -316,34 +325,34 @@ def test_an_unserved_endpoint_or_one_of_another_job_is_not_offered(
 ) -> None:
     one, two, three = cluster.endpoints
     one.open()
-    store = cluster.store(*(spot.theirs() for spot in cluster.endpoints))
+    store = cluster.store(*(endpoint.as_client() for endpoint in cluster.endpoints))
     store.get("key")
     three.open(job="another")
     assert not store.try_other_endpoints(lambda _found, _earlier: True)
-    for found in (*two.reached, *three.reached):
-        wait_until("it to be closed", partial(is_closed, found))
-    assert not is_closed(one.reached[-1])
+    for store_there in (*two.clients, *three.clients):
+        wait_until("the end of a connection", partial(is_closed, store_there))
+    assert not is_closed(one.clients[-1])
 
 
 def test_the_store_moves_to_the_first_accepted_endpoint_and_closes_its_server(
     cluster: EndpointCluster,
 ) -> None:
     one, two, three = cluster.endpoints
-    store = cluster.store(one.ours(), two.theirs(), three.theirs())
+    store = cluster.store(one.as_owner(), two.as_client(), three.as_client())
     store.get("key")
     two.open()
     three.open()
-    with two.joined() as writer:
+    with two.create_connected_client() as writer:
         entry = writer.set("key", b"value")
 
-    def accept(found: Store, _earlier: bool) -> bool:
-        return found.get("key") == entry
+    def accept(store_there: Store, _earlier: bool) -> bool:
+        return store_there.get("key") == entry
 
-    wait_until("it to have gone", lambda: store.try_other_endpoints(accept))
+    wait_until("a move to another endpoint", lambda: store.try_other_endpoints(accept))
     assert store.get("key") == entry
-    assert (store.server, one.served[0].is_serving) == (None, False)
-    for left in (*one.reached, *three.reached):
-        wait_until("it to be closed", partial(is_closed, left))
+    assert (store.server, one.servers[0].is_serving) == (None, False)
+    for left in (*one.clients, *three.clients):
+        wait_until("the end of a connection", partial(is_closed, left))
 
 
 def test_a_host_yields_to_another_server_only_if_it_has_no_clients(
@@ -352,36 +361,36 @@ def test_a_host_yields_to_another_server_only_if_it_has_no_clients(
     # The name of the only endpoint now resolves to the second one.
     one, two, _ = cluster.endpoints
     server = one.open()
-    place = StoreEndpoint("name:1", two.reach, two.serve)
-    hosted = (server, one.reach())
+    place = StoreEndpoint("name:1", two.create_client, two.serve)
+    hosted = (server, one.create_client())
     with FailoverStore(
-        [place], failover_timeout=PATIENCE, clock=lambda: cluster.now, hosted=hosted
+        [place], failover_timeout=FAILOVER_TIMEOUT_S, clock=lambda: cluster.now, hosted=hosted
     ) as store:
         entry = store.set("key", b"value")
         assert not store.yield_to_other_server()  # no server is there
         other_server = two.open()
-        with one.joined() as other:
+        with one.create_connected_client() as other:
             assert not store.yield_to_other_server()
             assert other.get("key") == entry
-        wait_until("the other to be gone", lambda: server.clients == 1)
+        wait_until("the end of the other connection", lambda: server.clients == 1)
         assert store.yield_to_other_server()
         assert (store.get("key"), store.server, server.is_serving) == (None, None, False)
         assert not store.yield_to_other_server()
         # The node is not the host any more, so it moves after the failover timeout.
         other_server.close()
-        cluster.misses(store, cluster.now + PATIENCE)
-        assert store.server is two.served[0]
+        cluster.assert_no_answer(store, cluster.now + FAILOVER_TIMEOUT_S)
+        assert store.server is two.servers[0]
 
 
 def test_a_host_never_moves_away_from_its_own_server(cluster: EndpointCluster) -> None:
     one, two, _ = cluster.endpoints
     server = one.open()
     with FailoverStore(
-        [StoreEndpoint(one.endpoint, two.reach, one.serve)],
-        failover_timeout=PATIENCE,
+        [StoreEndpoint(one.endpoint, two.create_client, one.serve)],
+        failover_timeout=FAILOVER_TIMEOUT_S,
         clock=lambda: cluster.now,
-        hosted=(server, two.reach()),
+        hosted=(server, two.create_client()),
     ) as store:
-        cluster.misses(store, 0.0)
-        cluster.misses(store, 10 * PATIENCE)
-        assert (store.server, server.is_serving, one.served) == (server, True, [])
+        cluster.assert_no_answer(store, 0.0)
+        cluster.assert_no_answer(store, 10 * FAILOVER_TIMEOUT_S)
+        assert (store.server, server.is_serving, one.servers) == (server, True, [])

@@ -27,7 +27,7 @@ from elasticlib.errors import (
 from elasticlib.stores.file_store import MAX_CHANGE_LOG, FileStore, file_name, may_have_prefix
 
 # For each number N on stdin, a child process changes the key and kills itself before its Nth
-# operation on a file. The exit code of the child goes to stdout.
+# operation on a file. The script prints the exit code of the child.
 CRASHING = """
 import os, signal, sys
 from elasticlib.stores.file_store import FileStore
@@ -63,13 +63,13 @@ for number in range(10**6):
 """
 
 
-def names(folder: Path) -> set[str]:
+def list_names(folder: Path) -> set[str]:
     return set(os.listdir(folder))
 
 
 def test_the_constructor_creates_no_directory(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "a" / "b")
-    assert names(tmp_path) == set()
+    assert list_names(tmp_path) == set()
     assert store.get("key") is None
     assert (tmp_path / "a" / "b").is_dir()
 
@@ -102,12 +102,12 @@ def test_a_crash_at_any_file_operation_leaves_the_old_value_or_the_new(
                 assert store.wait("key", after=before.version, timeout=0.0)
             after = store.set("key", b"next")
             assert after.version > (entry or before).version
-            assert names(tmp_path) == {"lock", "changes", "k.key", "k.other"}
+            assert list_names(tmp_path) == {"lock", "changes", "k.key", "k.other"}
             outcomes.append(value == new)
             if exit_code == 0:
                 break
             assert exit_code == -signal.SIGKILL
-    # It crashed before the change, and after it, and the change happened once for all.
+    # Processes crashed before and after the change, and no later crash undid the change.
     assert outcomes == sorted(outcomes)
     assert outcomes.count(False) >= 3
     assert outcomes[-1]
@@ -132,7 +132,7 @@ def test_a_killed_writer_loses_no_confirmed_write(
             assert number in (confirmed[-1], confirmed[-1] + 1)
             assert entry.value == b"%d " % number * 2000
             assert store.set("other", b"").version > entry.version
-            assert names(tmp_path) == {"lock", "changes", "k.key", "k.other"}
+            assert list_names(tmp_path) == {"lock", "changes", "k.key", "k.other"}
 
 
 def test_a_lock_that_is_not_released_raises_a_timeout_error(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_a_lock_that_is_not_released_raises_a_timeout_error(tmp_path: Path) -> N
                     StoreTimeoutError, match=f"could not get the lock of {tmp_path} within"
                 ):
                     pool.submit(call).result()
-            # Reading and waiting need no lock.
+            # Get, list and wait need no lock.
             assert pool.submit(store.get, "key").result() == entry
             waiting = pool.submit(store.wait, "key", after=entry.version, timeout=0.05)
             assert waiting.result() is False
@@ -164,7 +164,7 @@ def test_no_lease_expires_while_no_client_can_refresh(tmp_path: Path) -> None:
             with filelock.FileLock(tmp_path / "lock"):
                 refreshing = pool.submit(owner.refresh, "lease", lease.version)
                 waiting = pool.submit(reader.wait, "lease", after=lease.version, timeout=5 * ttl)
-                # The wait is the length of the stall, nothing is synchronised by it.
+                # The wait is the duration of the outage. It does not synchronise anything.
                 threading.Event().wait(4 * ttl)
             refreshing.result()
             for _ in range(8):
@@ -222,13 +222,13 @@ def test_other_files_in_the_directory_are_not_touched(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "why"), [("file/store", "Not a directory"), ("file", "File exists")]
+    ("name", "message"), [("file/store", "Not a directory"), ("file", "File exists")]
 )
 def test_a_directory_that_cannot_be_created_is_rejected_with_the_remedy(
-    tmp_path: Path, name: str, why: str
+    tmp_path: Path, name: str, message: str
 ) -> None:
     (tmp_path / "file").write_text("")
-    refused = f"{tmp_path}/{name} cannot be used: .*{why}.*choose a folder"
+    refused = f"{tmp_path}/{name} cannot be used: .*{message}.*choose a folder"
     with FileStore(tmp_path / name) as store:
         with pytest.raises(StoreRejectedError, match=refused):
             store.get("key")
@@ -313,7 +313,7 @@ def test_a_file_name_that_excludes_a_prefix_is_never_wrong(prefix: str, rest: st
     assert name == name.lower()
 
 
-def test_a_wait_for_a_forgotten_version_returns_true(tmp_path: Path) -> None:
+def test_a_wait_for_a_version_older_than_the_log_returns_true(tmp_path: Path) -> None:
     with FileStore(tmp_path) as writer, FileStore(tmp_path) as reader:
         rare = writer.set("rare", b"").version
         for _ in range(MAX_CHANGE_LOG):

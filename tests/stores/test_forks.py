@@ -1,4 +1,4 @@
-"""A forked child leaves its parent's stores and server alone."""
+"""A forked child does not affect the stores and the server of its parent."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from elasticlib.stores.tcp_protocol import Frame, encode
 from elasticlib.stores.tcp_server import TcpStoreServer
 from elasticlib.testing.store_process import read_line, run_in_child
 
-BEGIN = """
+PREAMBLE = """
 import os, sys, threading, traceback
 from elasticlib.stores.tcp_server import TcpStoreServer
 from elasticlib.stores.tcp_client import TcpStore
 
 host, port = sys.argv[1], int(sys.argv[2])
 
-def forked(act):
+def fork(act):
     pid = os.fork()
     if pid:
         return pid
@@ -43,15 +43,15 @@ def forked(act):
     finally:
         os._exit(1)
 
-def well(pid):
+def assert_exit_0(pid):
     assert os.waitpid(pid, 0)[1] == 0
 """
 
 
 @contextmanager
-def script(code: str, host: str, port: int) -> Iterator[subprocess.Popen[str]]:
-    """A process of its own, for a test's has threads that a child of it would miss."""
-    command = [sys.executable, "-c", BEGIN + code, host, str(port)]
+def run_script(code: str, host: str, port: int) -> Iterator[subprocess.Popen[str]]:
+    """Run a script in a new process, because a fork would lose the threads of the test process."""
+    command = [sys.executable, "-c", PREAMBLE + code, host, str(port)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -76,9 +76,9 @@ def use_and_close():
     store.close()
 
 for _ in range(3):
-    pid = forked(use_and_close)
+    pid = fork(use_and_close)
     store.set("parent", store.label.encode())
-    well(pid)
+    assert_exit_0(pid)
     store.refresh("lease", lease.version)
 print("done", flush=True)
 sys.stdin.readline()
@@ -89,7 +89,7 @@ def test_a_child_opens_its_own_connection_and_leaves_its_parents_open(
     server: TcpStoreServer,
 ) -> None:
     with (
-        script(USED_IN_BOTH, server.host, server.port) as process,
+        run_script(USED_IN_BOTH, server.host, server.port) as process,
         TcpStore(server.host, server.port) as other,
     ):
         assert read_line(process) == "done"
@@ -98,7 +98,7 @@ def test_a_child_opens_its_own_connection_and_leaves_its_parents_open(
         assert child is not None
         assert child.value != parent.value
         assert sorted(server.labels) == sorted([other.label, parent.value.decode()])
-        # The lease ends with the connection, which is the one that it was made on.
+        # The lease ends with the connection on which it was written.
         assert other.get("lease") is not None
 
 
@@ -113,7 +113,7 @@ def use(number):
 for number in range(4):
     threading.Thread(target=use, args=(number,), daemon=True).start()
 for _ in range(20):
-    well(forked(lambda: store.get("key/0")))
+    assert_exit_0(fork(lambda: store.get("key/0")))
 print("done", flush=True)
 stop.set()
 os._exit(0)
@@ -123,7 +123,7 @@ os._exit(0)
 def test_a_child_forked_during_requests_of_its_parent_can_use_the_store(
     server: TcpStoreServer,
 ) -> None:
-    with script(BUSY, server.host, server.port) as process:
+    with run_script(BUSY, server.host, server.port) as process:
         assert read_line(process) == "done"
 
 
@@ -137,7 +137,7 @@ print(sorted(set(sys.modules) - before), flush=True)
 
 
 def test_requests_import_no_module(server: TcpStoreServer) -> None:
-    with script(IMPORTING, server.host, server.port) as process:
+    with run_script(IMPORTING, server.host, server.port) as process:
         assert read_line(process) == "[]"
 
 
@@ -145,7 +145,7 @@ CONNECTING = """
 store = TcpStore(host, port, timeout=10)
 threading.Thread(target=store.connect, daemon=True).start()
 sys.stdin.readline()
-well(forked(store.connect))
+assert_exit_0(fork(store.connect))
 print("done", flush=True)
 os._exit(0)
 """
@@ -155,10 +155,10 @@ def test_a_child_forked_while_its_parent_connects_is_not_blocked() -> None:
     welcome = Frame("welcome", 0, {"nonce": "0" * 64, "proof": None})
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(20.0)
-        with script(CONNECTING, *listener.getsockname()) as process:
+        with run_script(CONNECTING, *listener.getsockname()) as process:
             parents, _ = listener.accept()
             parents.settimeout(20.0)
-            # The parent has sent hello, and waits for the reply while it owns the lock.
+            # The parent has sent hello, and waits for the reply while it holds the lock.
             parents.recv(4096)
             assert process.stdin is not None
             process.stdin.write("\n")
@@ -172,7 +172,7 @@ def test_a_child_forked_while_its_parent_connects_is_not_blocked() -> None:
 OUTLIVED = """
 store = TcpStore(host, port, timeout=10)
 store.set("lease", b"", ttl=1.0)
-forked(lambda: (print("done", flush=True), sys.stdin.read()))
+fork(lambda: (print("done", flush=True), sys.stdin.read()))
 sys.stdin.read()
 """
 
@@ -180,7 +180,7 @@ sys.stdin.read()
 def test_the_lease_of_a_killed_parent_ends_while_its_child_runs(server: TcpStoreServer) -> None:
     with (
         TcpStore(server.host, server.port) as watcher,
-        script(OUTLIVED, server.host, server.port) as process,
+        run_script(OUTLIVED, server.host, server.port) as process,
     ):
         assert read_line(process) == "done"
         version = watcher.list("lease").version
@@ -199,7 +199,7 @@ def child():
     server.close()
     store.close()
 
-well(forked(child))
+assert_exit_0(fork(child))
 store.refresh("lease", lease.version)
 assert server.is_serving and server.labels == (store.label,)
 print("done", flush=True)
@@ -207,7 +207,7 @@ print("done", flush=True)
 
 
 def test_a_child_that_closes_its_copy_of_a_server_does_not_affect_its_parent() -> None:
-    with script(SERVING, "127.0.0.1", 0) as process:
+    with run_script(SERVING, "127.0.0.1", 0) as process:
         assert read_line(process) == "done"
 
 

@@ -17,7 +17,7 @@ import attrs
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_tcp_frames import frames, raw
+from test_tcp_frames import encode_raw, frames
 
 from elasticlib.clock import monotonic
 from elasticlib.stores.authentication import HandshakeTranscript, Role, compute_proof
@@ -53,24 +53,26 @@ JSON = st.recursive(
 
 @st.composite
 def mistyped(draw: st.DrawFn) -> bytes:
-    """A frame of the schema's names, and anything in them."""
+    """Return a frame whose names are those of the schema, and whose values have any type."""
     op = draw(st.sampled_from(sorted(SCHEMA)))
     fields = {name: draw(JSON) for name in SCHEMA[op]}
-    return raw({"op": op, "id": draw(st.integers(0, 9) | JSON), **fields}, draw(st.binary()))
+    return encode_raw({"op": op, "id": draw(st.integers(0, 9) | JSON), **fields}, draw(st.binary()))
 
 
 @st.composite
 def nested(draw: st.DrawFn) -> bytes:
     depth = draw(st.integers(0, MAX_HANDSHAKE_BYTES // 2) | st.integers(900, 1100))
     opening, closing = draw(st.sampled_from([(b"[", b"]"), (b'{"a":', b"1}")]))
-    return raw(b'{"op":"get","id":1,"key":' + opening * depth + closing * depth + b"}")
+    return encode_raw(b'{"op":"get","id":1,"key":' + opening * depth + closing * depth + b"}")
 
 
 HUGE = st.tuples(
     st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.binary(max_size=3000)
 ).map(lambda huge: struct.pack(">II", *huge[:2]) + huge[2])
 WATCH = st.integers(0, 2**64).map(
-    lambda after: raw({"op": "watch", "id": 1, "prefix": "a", "after": after, "listing": True})
+    lambda after: encode_raw(
+        {"op": "watch", "id": 1, "prefix": "a", "after": after, "listing": True}
+    )
 )
 ATTACKS = st.one_of(
     st.binary(max_size=300),
@@ -84,33 +86,35 @@ ATTACKS = st.one_of(
 
 
 @contextmanager
-def stranger(server: TcpStoreServer, secret: bytes | None, known: bool) -> Iterator[socket.socket]:
-    """Open a raw connection, with a completed handshake if `known`."""
+def open_raw_connection(
+    server: TcpStoreServer, secret: bytes | None, is_authenticated: bool
+) -> Iterator[socket.socket]:
+    """Open a raw connection, with a completed handshake if `is_authenticated`."""
     for _ in range(20):
         with socket.create_connection((server.host, server.port), timeout=10.0) as connection:
             try:
-                if known:
-                    shake_hands(connection, secret)
+                if is_authenticated:
+                    complete_handshake(connection, secret)
             except ConnectionError:
-                continue  # on a busy machine, not in time
+                continue  # The handshake timed out on a busy machine.
             yield connection
             return
-    raise AssertionError("not let in, in twenty attempts")
+    raise AssertionError("the server accepted none of twenty connections")
 
 
-def shake_hands(connection: socket.socket, secret: bytes | None) -> None:
+def complete_handshake(connection: socket.socket, secret: bytes | None) -> None:
     connection.sendall(HELLO)
-    welcome = answered(connection)
+    welcome = read_frame(connection)
     assert welcome.op == "welcome"
     if secret is not None:
         transcript = HandshakeTranscript(welcome.fields["nonce"], NONCE, "")
         proof = compute_proof(secret, Role.CLIENT, transcript)
         get = encode(Frame("get", 0, {"key": "key"}))
         connection.sendall(encode(Frame("proof", 0, {"proof": proof})) + get)
-        assert answered(connection).op == "answer"
+        assert read_frame(connection).op == "answer"
 
 
-def answered(connection: socket.socket) -> Frame:
+def read_frame(connection: socket.socket) -> Frame:
     reader = FrameReader()
     while True:
         data = connection.recv(65536)
@@ -120,7 +124,7 @@ def answered(connection: socket.socket) -> Frame:
             return found[0]
 
 
-def read_to_the_end(connection: socket.socket) -> None:
+def read_until_disconnected(connection: socket.socket) -> None:
     """Read until the server ends the connection, which fails after 10 s, or welcomes the client."""
     reader = FrameReader()
     try:
@@ -136,7 +140,7 @@ def descriptors() -> int:
 
 
 @pytest.mark.parametrize("secret", [None, SECRET], ids=["open", "secret"])
-@pytest.mark.parametrize("known", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("is_authenticated", [False, True], ids=["before", "after"])
 @settings(
     max_examples=25,
     deadline=None,
@@ -144,27 +148,35 @@ def descriptors() -> int:
 )
 @given(attacks=st.lists(st.lists(ATTACKS, min_size=1, max_size=4), min_size=1, max_size=8))
 def test_random_input_does_not_affect_other_clients_and_leaves_no_connection(
-    attacks: list[list[bytes]], known: bool, secret: bytes | None
+    attacks: list[list[bytes]], is_authenticated: bool, secret: bytes | None
 ) -> None:
     with (
         TcpStoreServer("127.0.0.1", 0, limits=LIMITS, secret=secret) as server,
-        TcpStore(server.host, server.port, secret=secret, timeout=10.0) as good,
+        TcpStore(server.host, server.port, secret=secret, timeout=10.0) as client,
     ):
-        version = good.set("lease", b"", ttl=1000.0).version
+        version = client.set("lease", b"", ttl=1000.0).version
         before = descriptors()
         with ExitStack() as stack:
             for attack in attacks:
-                connection = stack.enter_context(stranger(server, secret, known))
+                connection = stack.enter_context(
+                    open_raw_connection(server, secret, is_authenticated)
+                )
                 try:
                     connection.sendall(b"".join(attack))
                 except OSError:
                     continue
-                if not known:
-                    stack.callback(read_to_the_end, connection)
-            good.refresh("lease", version)
-        wait_until("strangers to be gone", lambda: server.labels == (good.label,), 10.0)
-        wait_until("no connection of a stranger to be held", lambda: descriptors() <= before, 10.0)
-        good.refresh("lease", version)
+                if not is_authenticated:
+                    stack.callback(read_until_disconnected, connection)
+            client.refresh("lease", version)
+        wait_until(
+            "the end of all other connections", lambda: server.labels == (client.label,), 10.0
+        )
+        wait_until(
+            "the descriptors of all other connections to be closed",
+            lambda: descriptors() <= before,
+            10.0,
+        )
+        client.refresh("lease", version)
         with TcpStore(server.host, server.port, secret=secret, timeout=10.0) as another:
             another.set("key", b"value")
 
@@ -177,68 +189,70 @@ def test_single_bytes_do_not_extend_the_handshake_timeout(
     limits = attrs.evolve(LIMITS, handshake_timeout_s=2.0) if is_greeted else LIMITS
     with (
         TcpStoreServer("127.0.0.1", 0, limits=limits, secret=secret) as server,
-        TcpStore(server.host, server.port, secret=secret, timeout=10.0) as good,
+        TcpStore(server.host, server.port, secret=secret, timeout=10.0) as client,
         ExitStack() as stack,
     ):
-        good.connect()
+        client.connect()
         start = monotonic()
-        slow = stack.enter_context(stranger(server, secret, known=False))
+        slow = stack.enter_context(open_raw_connection(server, secret, is_authenticated=False))
         if is_greeted:
             slow.sendall(HELLO)
-            assert answered(slow).op == "welcome"
-        # A length that leaves room for bytes without end.
+            assert read_frame(slow).op == "welcome"
+        # The prefix announces a frame that is longer than all bytes that the test sends.
         slow.sendall(struct.pack(">II", MAX_HANDSHAKE_BYTES, MAX_HANDSHAKE_BYTES - 4))
-        with suppress(ConnectionError):  # it ends between a look and a byte
+        with suppress(ConnectionError):  # The server may close the connection before the next byte.
             while not select.select([slow], [], [], 0.02)[0]:
                 slow.sendall(b"x")
                 assert monotonic() - start < 8.0, "the server still listens"
-        read_to_the_end(slow)
-        good.set("key", b"")
+        read_until_disconnected(slow)
+        client.set("key", b"")
         assert server.clients == 1
 
 
 def test_an_incomplete_frame_of_an_authenticated_client_has_no_timeout() -> None:
     with (
         TcpStoreServer("127.0.0.1", 0, limits=LIMITS) as server,
-        TcpStore(server.host, server.port, timeout=10.0) as good,
-        stranger(server, None, known=True) as slow,
+        TcpStore(server.host, server.port, timeout=10.0) as client,
+        open_raw_connection(server, None, is_authenticated=True) as slow,
     ):
-        whole = encode(Frame("get", 1, {"key": "key"}))
-        for byte in whole[:-1]:
+        frame = encode(Frame("get", 1, {"key": "key"}))
+        for byte in frame[:-1]:
             slow.sendall(bytes([byte]))
         spend(2 * LIMITS.handshake_timeout_s)
-        good.set("key", b"")
-        slow.sendall(whole[-1:])
-        assert answered(slow).op == "answer"
+        client.set("key", b"")
+        slow.sendall(frame[-1:])
+        assert read_frame(slow).op == "answer"
 
 
 def test_unauthenticated_clients_are_disconnected_at_the_limit_of_connections() -> None:
     limits = ServerLimits(max_connections=4)
     with TcpStoreServer("127.0.0.1", 0, limits=limits) as server, ExitStack() as stack:
-        strangers = [stack.enter_context(stranger(server, None, False)) for _ in range(8)]
+        strangers = [
+            stack.enter_context(open_raw_connection(server, None, False)) for _ in range(8)
+        ]
         for number in range(4):
             store = stack.enter_context(TcpStore(server.host, server.port, timeout=10.0))
             store.set(f"key/{number}", b"")
         for connection in strangers:
-            read_to_the_end(connection)
+            read_until_disconnected(connection)
         assert server.clients == 4
 
 
 def test_a_prefix_longer_than_a_key_is_rejected() -> None:
     with (
         TcpStoreServer("127.0.0.1", 0) as server,
-        stranger(server, None, known=True) as connection,
+        open_raw_connection(server, None, is_authenticated=True) as connection,
     ):
         fields = {"prefix": "x" * 1025, "after": 0, "listing": False}
         connection.sendall(encode(Frame("watch", 1, fields)))
-        refused = answered(connection)
+        refused = read_frame(connection)
         assert "a prefix to wait for is at most 1024 long, got 1025" in refused.fields["message"]
 
 
 SERVE = """
 import gc, resource, sys
 from elasticlib.stores.tcp_server import TcpStoreServer
-gc.disable()  # it comes at no known time: what only it would free is counted against the server
+gc.disable()  # Memory that only the garbage collector frees counts against the server.
 limit, before = map(int, sys.argv[1].split())
 if before:
     resource.setrlimit(resource.RLIMIT_NOFILE, (before, before))
@@ -251,12 +265,19 @@ sys.stdin.read()
 
 
 @contextmanager
-def served(
+def start_server_process(
     log: Path, descriptors: int = 0, secret: str = "", before: int = 0
 ) -> Iterator[tuple[int, int]]:
-    """The pid and port of a server in a process of its own, whose memory can be measured.
+    """Start a server in a new process, so that its memory can be measured.
 
-    descriptors: how many the process may have once it serves. before: the same, from the start.
+    Args:
+        log: the file for the stderr of the process.
+        descriptors: limit of open descriptors that is set when the server runs; 0 for no limit.
+        secret: the secret of the store.
+        before: limit of open descriptors from the start of the process; 0 for no limit.
+
+    Yields:
+        The pid and the port.
     """
     command = [sys.executable, "-c", SERVE, f"{descriptors} {before}", secret]
     with (
@@ -271,8 +292,8 @@ def served(
             process.kill()
 
 
-def peak(pid: int) -> int:
-    """The most memory that the process ever had, in bytes."""
+def read_peak_memory(pid: int) -> int:
+    """Return the peak memory of a process in bytes."""
     (line,) = (
         line
         for line in Path(f"/proc/{pid}/status").read_text().splitlines()
@@ -284,12 +305,12 @@ def peak(pid: int) -> int:
 def test_unauthenticated_clients_use_little_memory(tmp_path: Path) -> None:
     part = struct.pack(">II", 4 * MIB, 4 * MIB - 4) + b" " * MIB
     with (
-        served(tmp_path / "log", secret=SECRET.decode()) as (pid, port),
-        TcpStore("127.0.0.1", port, secret=SECRET, timeout=20.0) as good,
+        start_server_process(tmp_path / "log", secret=SECRET.decode()) as (pid, port),
+        TcpStore("127.0.0.1", port, secret=SECRET, timeout=20.0) as client,
         ExitStack() as stack,
     ):
-        good.set("key", b"")
-        before = peak(pid)
+        client.set("key", b"")
+        before = read_peak_memory(pid)
         for _ in range(60):
             connection = socket.create_connection(("127.0.0.1", port), timeout=10.0)
             stack.enter_context(connection)
@@ -297,8 +318,8 @@ def test_unauthenticated_clients_use_little_memory(tmp_path: Path) -> None:
                 connection.sendall(HELLO + part)
             except OSError:
                 continue
-        good.set("key", b"")
-        assert peak(pid) - before < 20 * MIB
+        client.set("key", b"")
+        assert read_peak_memory(pid) - before < 20 * MIB
 
 
 def test_a_server_without_descriptors_serves_its_clients_and_accepts_others_later(
@@ -306,24 +327,26 @@ def test_a_server_without_descriptors_serves_its_clients_and_accepts_others_late
 ) -> None:
     log = tmp_path / "log"
     with (
-        served(log, descriptors=32) as (_, port),
-        TcpStore("127.0.0.1", port, timeout=20.0) as good,
+        start_server_process(log, descriptors=32) as (_, port),
+        TcpStore("127.0.0.1", port, timeout=20.0) as client,
         TcpStore("127.0.0.1", port, timeout=30.0) as late,
         ExitStack() as stack,
     ):
-        lease = good.set("lease", b"", ttl=1000.0)
+        lease = client.set("lease", b"", ttl=1000.0)
         with ExitStack() as crowd:
             for _ in range(60):
                 connection = socket.create_connection(("127.0.0.1", port), timeout=10.0)
                 crowd.enter_context(connection).sendall(HELLO)
-            wait_until("the descriptors to be spent", lambda: "cannot accept" in log.read_text())
+            wait_until(
+                "a server without free descriptors", lambda: "cannot accept" in log.read_text()
+            )
             for _ in range(100):
-                good.refresh("lease", lease.version)
+                client.refresh("lease", lease.version)
             entering = threading.Thread(target=late.connect)
             entering.start()
             stack.callback(entering.join)
         late.set("late", b"")
-        good.refresh("lease", lease.version)
+        client.refresh("lease", lease.version)
 
 
 @pytest.mark.parametrize("lowered", [False, True], ids=["from the start", "later"])
@@ -332,17 +355,17 @@ def test_unauthenticated_clients_leave_descriptors_for_other_clients(
 ) -> None:
     limits = {"descriptors": 48} if lowered else {"before": 48}
     with (
-        served(tmp_path / "log", secret=SECRET.decode(), **limits) as (pid, port),
+        start_server_process(tmp_path / "log", secret=SECRET.decode(), **limits) as (pid, port),
         ExitStack() as stack,
     ):
         for _ in range(60):
             stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10.0))
-        with TcpStore("127.0.0.1", port, secret=SECRET, timeout=20.0) as good:
-            good.set("key", b"")
-        # Half of them for connections, as that is fewer than a server spares otherwise.
+        with TcpStore("127.0.0.1", port, secret=SECRET, timeout=20.0) as client:
+            client.set("key", b"")
+        # With so few descriptors, the server uses at most half of them for connections.
         assert lowered or len(list(Path(f"/proc/{pid}/fd").iterdir())) < 40
 
 
 def spend(seconds: float) -> None:
-    """Time is what is tested here; nothing is synchronised by it."""
+    """Wait for a time that the test is about. It does not synchronise anything."""
     threading.Event().wait(seconds)

@@ -145,7 +145,7 @@ def test_a_store_that_was_paused_gives_owners_time_to_refresh() -> None:
     assert timers.tick(3600.6) == ["dead"]
 
 
-def test_a_clock_that_goes_back_neither_expires_nor_extends_a_lease() -> None:
+def test_a_clock_that_is_set_back_neither_expires_nor_extends_a_lease() -> None:
     timers = LeaseTimers()
     timers.restart("lease", 1.0, 100.0)
     for now in (50.0, 0.0, -100.0, -99.75, -99.5, -99.25):

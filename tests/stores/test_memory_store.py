@@ -1,4 +1,4 @@
-"""The store of the simulator: an injected clock controls it, and it has no thread."""
+"""The store in memory: an injected clock controls it, and it has no thread."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_closing_a_simulated_client_ends_its_leases() -> None:
 def test_the_constructor_starts_no_thread() -> None:
     before = threading.active_count()
     MemoryStore().set("lease", b"", ttl=1.0)
-    assert threading.active_count() <= before  # a thread of another test may just have stopped
+    assert threading.active_count() <= before  # A thread of an earlier test may have exited.
 
 
 def test_a_memory_store_enforces_its_limits() -> None:

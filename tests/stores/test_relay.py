@@ -1,4 +1,4 @@
-"""Clients of torch's store that connect to this server are forwarded to torch's store."""
+"""Clients of the store of torch that connect to this server are forwarded to that store."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SECRET = b"sixteen bytes are the least"
 
 
 class Upstream:
-    """A replacement of torch's store that accepts one client at a time."""
+    """A server in place of the store of torch. It accepts one client at a time."""
 
     def __init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -49,20 +49,20 @@ def upstream() -> Iterator[Upstream]:
     upstream.close()
 
 
-def torch_client(server: TcpStoreServer, *more: bytes) -> socket.socket:
+def connect_torch_client(server: TcpStoreServer, *more: bytes) -> socket.socket:
     client = socket.create_connection((server.host, server.port), BOUND)
     client.sendall(b"".join((HELLO, *more)))
     return client
 
 
-def read(connection: socket.socket, count: int) -> bytes:
-    found = b""
-    while len(found) < count and (piece := connection.recv(count - len(found))):
-        found += piece
-    return found
+def read_exactly(connection: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count and (piece := connection.recv(count - len(data))):
+        data += piece
+    return data
 
 
-def is_cut_off(client: socket.socket) -> bool:
+def is_disconnected(client: socket.socket) -> bool:
     try:
         return client.recv(1) == b""
     except ConnectionResetError:
@@ -74,12 +74,12 @@ def test_a_relay_transfers_all_bytes_in_both_directions(
 ) -> None:
     server.forward_torch_clients_to(("127.0.0.1", upstream.port))
     sent = hashlib.sha256(b"x").digest() * 250_000
-    with torch_client(server) as client, upstream.client() as other:
-        assert read(other, len(HELLO)) == HELLO
+    with connect_torch_client(server) as client, upstream.client() as other:
+        assert read_exactly(other, len(HELLO)) == HELLO
         for one, two in ((client, other), (other, client)):
             sending = threading.Thread(target=one.sendall, args=(sent,), daemon=True)
             sending.start()
-            assert read(two, len(sent)) == sent
+            assert read_exactly(two, len(sent)) == sent
             sending.join(BOUND)
             assert not sending.is_alive()
 
@@ -88,28 +88,28 @@ def test_a_relay_ends_after_the_last_bytes_of_one_side(
     server: TcpStoreServer, upstream: Upstream
 ) -> None:
     server.forward_torch_clients_to(("127.0.0.1", upstream.port))
-    client = torch_client(server, b"last words")
+    client = connect_torch_client(server, b"last words")
     client.close()
     with upstream.client() as other:
-        assert read(other, 1000) == HELLO + b"last words"
-    with torch_client(server) as client:
+        assert read_exactly(other, 1000) == HELLO + b"last words"
+    with connect_torch_client(server) as client:
         upstream.client().close()
-        assert is_cut_off(client)
+        assert is_disconnected(client)
 
 
 def test_torch_clients_are_forwarded_to_the_latest_store_or_disconnected(
     server: TcpStoreServer, upstream: Upstream
 ) -> None:
-    with torch_client(server) as early:
-        assert is_cut_off(early)
+    with connect_torch_client(server) as early:
+        assert is_disconnected(early)
     newer = Upstream()
     server.forward_torch_clients_to(("127.0.0.1", upstream.port))
     server.forward_torch_clients_to(("127.0.0.1", newer.port))
-    with torch_client(server), newer.client() as other:
-        assert read(other, len(HELLO)) == HELLO
+    with connect_torch_client(server), newer.client() as other:
+        assert read_exactly(other, len(HELLO)) == HELLO
     server.forward_torch_clients_to(None)
-    with torch_client(server) as late:
-        assert is_cut_off(late)
+    with connect_torch_client(server) as late:
+        assert is_disconnected(late)
     newer.close()
 
 
@@ -117,9 +117,9 @@ def test_relays_are_limited_and_do_not_affect_nodes(
     server: TcpStoreServer, upstream: Upstream
 ) -> None:
     server.forward_torch_clients_to(("127.0.0.1", upstream.port))
-    pairs = [(torch_client(server), upstream.client()) for _ in range(2)]
-    with torch_client(server) as third:
-        assert is_cut_off(third)
+    pairs = [(connect_torch_client(server), upstream.client()) for _ in range(2)]
+    with connect_torch_client(server) as third:
+        assert is_disconnected(third)
     with TcpStore(server.host, server.port, secret=SECRET) as store:
         store.set("a", b"1")
         entry = store.get("a")
@@ -131,5 +131,5 @@ def test_relays_are_limited_and_do_not_affect_nodes(
 
 
 def test_torch_clients_are_disconnected_without_relays() -> None:
-    with TcpStoreServer("127.0.0.1", 0) as server, torch_client(server) as client:
-        assert is_cut_off(client)
+    with TcpStoreServer("127.0.0.1", 0) as server, connect_torch_client(server) as client:
+        assert is_disconnected(client)

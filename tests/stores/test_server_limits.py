@@ -1,4 +1,4 @@
-"""Unread replies and incomplete requests of clients use a bounded amount of the server's memory."""
+"""Unread replies and incomplete requests use a bounded amount of the memory of the server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from test_fuzz import HELLO, LABEL, MIB, answered, peak, served, stranger
+from test_fuzz import (
+    HELLO,
+    LABEL,
+    MIB,
+    open_raw_connection,
+    read_frame,
+    read_peak_memory,
+    start_server_process,
+)
 
 from elasticlib.clock import monotonic
 from elasticlib.errors import StoreRejectedError
@@ -20,42 +28,44 @@ from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_protocol import Frame, FrameReader, encode
 from elasticlib.stores.tcp_server import ServerLimits, TcpStoreServer
 
-BOUND = 400 * MIB  # memory of the process of the server
+MAX_MEMORY_BYTES = 400 * MIB  # of the server process
 PORT = int
 Attack = Callable[[PORT, ExitStack], None]
 
 
-def attacker(port: PORT, stack: ExitStack) -> socket.socket:
-    """A connection that has been let in, whose receive buffer is small."""
+def open_attacking_connection(port: PORT, stack: ExitStack) -> socket.socket:
+    """Open an authenticated connection with a small receive buffer."""
     connection = stack.enter_context(socket.socket())
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * 1024)
     connection.settimeout(20.0)
     connection.connect(("127.0.0.1", port))
     connection.sendall(HELLO)
-    assert answered(connection).op == "welcome"
+    assert read_frame(connection).op == "welcome"
     return connection
 
 
-def pipelined(op: str, fields: dict[str, object], clients: int, each: int) -> Attack:
-    """Requests of which no answer is read."""
+def pipeline_requests(op: str, fields: dict[str, object], clients: int, each: int) -> Attack:
+    """Return an attack by clients that send requests and do not read the replies."""
 
     def attack(port: PORT, stack: ExitStack) -> None:
         requests = b"".join(encode(Frame(op, n, fields)) for n in range(1, each + 1))
         for _ in range(clients):
-            attacker(port, stack).sendall(requests)
+            open_attacking_connection(port, stack).sendall(requests)
 
     return attack
 
 
-def half_frames(port: PORT, stack: ExitStack) -> None:
-    """Each sends 7 of 8 MiB, where the server takes them, and never the rest."""
-    half = struct.pack(">II", 8 * MIB - 4, 7 * MIB) + b" " * (7 * MIB)
-    unsent = {attacker(port, stack): memoryview(half) for _ in range(80)}
+def send_incomplete_frames(port: PORT, stack: ExitStack) -> None:
+    """Send 7 MiB of a frame of 8 MiB on many connections, as far as the server reads them."""
+    incomplete_frame = struct.pack(">II", 8 * MIB - 4, 7 * MIB) + b" " * (7 * MIB)
+    unsent = {
+        open_attacking_connection(port, stack): memoryview(incomplete_frame) for _ in range(80)
+    }
     deadline = monotonic() + 4.0
     while unsent and monotonic() < deadline:
         _, ready, _ = select.select([], list(unsent), [], 0.5)
         if not ready:
-            return  # the server takes nothing more
+            return  # The server reads nothing more.
         for connection in ready:
             connection.setblocking(False)
             try:
@@ -68,13 +78,13 @@ def half_frames(port: PORT, stack: ExitStack) -> None:
 
 
 ATTACKS: dict[str, Attack] = {
-    "gets of one client": pipelined("get", {"key": "big/0"}, 1, 300),
-    "lists of one client": pipelined("list", {"prefix": "big"}, 1, 300),
-    "a get of each of many clients": pipelined("get", {"key": "big/0"}, 300, 3),
-    "lost races of many clients": pipelined(
+    "gets of one client": pipeline_requests("get", {"key": "big/0"}, 1, 300),
+    "lists of one client": pipeline_requests("list", {"prefix": "big"}, 1, 300),
+    "a get of each of many clients": pipeline_requests("get", {"key": "big/0"}, 300, 3),
+    "lost races of many clients": pipeline_requests(
         "write", {"key": "big/0", "ttl": None, "expected": 7}, 300, 3
     ),
-    "halves of long frames": half_frames,
+    "halves of long frames": send_incomplete_frames,
 }
 
 
@@ -83,7 +93,7 @@ def test_unread_replies_use_bounded_memory_and_other_clients_are_served(
     tmp_path: Path, what: str
 ) -> None:
     with (
-        served(tmp_path / "log") as (pid, port),
+        start_server_process(tmp_path / "log") as (pid, port),
         TcpStore("127.0.0.1", port, timeout=60.0) as good,
         ExitStack() as stack,
     ):
@@ -96,39 +106,39 @@ def test_unread_replies_use_bounded_memory_and_other_clients_are_served(
         entry = good.get("big/0")
         assert entry is not None
         assert len(entry.value) == 4 * MIB
-        assert peak(pid) < BOUND
+        assert read_peak_memory(pid) < MAX_MEMORY_BYTES
 
 
 def test_a_client_that_disconnects_with_unread_replies_leaves_no_memory_in_use(
     tmp_path: Path,
 ) -> None:
     with (
-        served(tmp_path / "log") as (pid, port),
+        start_server_process(tmp_path / "log") as (pid, port),
         TcpStore("127.0.0.1", port, timeout=60.0) as good,
     ):
         good.set("big/0", b"x" * 4 * MIB)
-        before = peak(pid)
+        before = read_peak_memory(pid)
         for _ in range(250):
             with ExitStack() as stack:
-                connection = attacker(port, stack)
+                connection = open_attacking_connection(port, stack)
                 connection.sendall(encode(Frame("get", 1, {"key": "big/0"})))
                 assert connection.recv(1)
         assert good.get("small") is None
-        assert peak(pid) - before < 32 * MIB
+        assert read_peak_memory(pid) - before < 32 * MIB
 
 
 def test_watchers_that_read_nothing_are_notified_without_the_listing(
     tmp_path: Path,
 ) -> None:
     with (
-        served(tmp_path / "log") as (pid, port),
+        start_server_process(tmp_path / "log") as (pid, port),
         TcpStore("127.0.0.1", port, timeout=60.0) as good,
         ExitStack() as stack,
     ):
         version = good.set("quiet", b"").version
         fields = {"prefix": "big", "after": version, "listing": True}
-        pipelined("watch", fields, 10, 40)(port, stack)
-        # Those watches have arrived, as they were sent before this was.
+        pipeline_requests("watch", fields, 10, 40)(port, stack)
+        # The watches have arrived, because they were sent before this request.
         for _ in range(3):
             good.set("quiet", b"")
         with TcpStore("127.0.0.1", port, timeout=60.0) as watcher:
@@ -141,7 +151,7 @@ def test_watchers_that_read_nothing_are_notified_without_the_listing(
             )
             good.set("big/0", b"x" * 4 * MIB)
             assert notified.wait(60.0)
-        assert peak(pid) < BOUND
+        assert read_peak_memory(pid) < MAX_MEMORY_BYTES
 
 
 def test_a_wait_beyond_the_limit_of_all_clients_is_rejected() -> None:
@@ -155,11 +165,11 @@ def test_a_wait_beyond_the_limit_of_all_clients_is_rejected() -> None:
         ExitStack() as stack,
     ):
         for _ in range(3):
-            last = attacker(server.port, stack)
+            last = open_attacking_connection(server.port, stack)
             last.sendall(waits)
             # The server has executed the requests before this one.
             good.get("key")
-        refused = answered(last)
+        refused = read_frame(last)
         assert refused.op == "error"
         assert "at most 250 waits" in refused.fields["message"]
         with pytest.raises(StoreRejectedError, match="at most 250 waits"):
@@ -170,7 +180,7 @@ def test_a_wait_beyond_the_limit_of_all_clients_is_rejected() -> None:
 
 
 @contextmanager
-def small(limits: ServerLimits) -> Iterator[tuple[TcpStoreServer, TcpStore]]:
+def start_server(limits: ServerLimits) -> Iterator[tuple[TcpStoreServer, TcpStore]]:
     with (
         TcpStoreServer("127.0.0.1", 0, limits=limits) as server,
         TcpStore(server.host, server.port, timeout=60.0) as good,
@@ -180,18 +190,18 @@ def small(limits: ServerLimits) -> Iterator[tuple[TcpStoreServer, TcpStore]]:
 
 
 def test_a_client_that_reads_late_gets_each_reply_once() -> None:
-    with small(ServerLimits()) as (server, good), ExitStack() as stack:
-        connection = attacker(server.port, stack)
+    with start_server(ServerLimits()) as (server, good), ExitStack() as stack:
+        connection = open_attacking_connection(server.port, stack)
         count = 500
         requests = b"".join(encode(Frame("get", n, {"key": "key"})) for n in range(count))
         connection.sendall(requests)
         for number in range(100):
             good.set("other", b"%d" % number)
-        got = [frame for frame in _read(connection, count) if len(frame.value) == 60_000]
+        got = [frame for frame in read_frames(connection, count) if len(frame.value) == 60_000]
         assert [frame.id for frame in got] == list(range(count))
 
 
-def _read(connection: socket.socket, count: int) -> list[Frame]:
+def read_frames(connection: socket.socket, count: int) -> list[Frame]:
     reader, frames = FrameReader(), list[Frame]()
     while len(frames) < count:
         data = connection.recv(1 << 20)
@@ -200,9 +210,9 @@ def _read(connection: socket.socket, count: int) -> list[Frame]:
     return frames
 
 
-def ask_without_reading(server: TcpStoreServer, good: TcpStore, stack: ExitStack) -> int:
-    """Take a lease, and request much without reading. Return the version after the lease."""
-    connection = attacker(server.port, stack)
+def send_without_reading(server: TcpStoreServer, good: TcpStore, stack: ExitStack) -> int:
+    """Write a lease, and send many requests without reading. Return the version of the lease."""
+    connection = open_attacking_connection(server.port, stack)
     connection.sendall(encode(Frame("write", 1, {"key": "lease", "ttl": 1000.0, "expected": None})))
     assert good.wait("lease", after=1, timeout=20.0)
     version = good.list("lease").version
@@ -222,8 +232,8 @@ def ask_without_reading(server: TcpStoreServer, good: TcpStore, stack: ExitStack
 def test_a_client_that_exceeds_a_limit_is_disconnected_and_logged_and_its_leases_end(
     limits: ServerLimits, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with small(limits) as (server, good), ExitStack() as stack:
-        version = ask_without_reading(server, good, stack)
+    with start_server(limits) as (server, good), ExitStack() as stack:
+        version = send_without_reading(server, good, stack)
         assert good.wait("lease", after=version, timeout=30.0)
         assert good.get("lease") is None
         assert f"disconnected client {LABEL}, which has" in caplog.text
@@ -233,34 +243,34 @@ def test_a_client_that_exceeds_a_limit_is_disconnected_and_logged_and_its_leases
 
 def test_the_total_limit_disconnects_the_client_with_the_largest_buffers() -> None:
     limits = ServerLimits(max_buffered_bytes=4 * MIB)
-    with small(limits) as (server, good), ExitStack() as stack:
-        late = attacker(server.port, stack)
+    with start_server(limits) as (server, good), ExitStack() as stack:
+        late = open_attacking_connection(server.port, stack)
         late.sendall(b"".join(encode(Frame("get", n, {"key": "key"})) for n in range(20)))
-        version = ask_without_reading(server, good, stack)
+        version = send_without_reading(server, good, stack)
         assert good.wait("lease", after=version, timeout=30.0)
-        assert len(_read(late, 20)) == 20
+        assert len(read_frames(late, 20)) == 20
 
 
 def test_clients_that_send_without_end_do_not_starve_others() -> None:
-    over = threading.Event()
+    is_finished = threading.Event()
 
     def flood(connection: socket.socket) -> None:
         requests = b"".join(encode(Frame("get", n, {"key": "none"})) for n in range(2000))
         with suppress(OSError):
-            while not over.is_set():
+            while not is_finished.is_set():
                 connection.sendall(requests)
 
-    def swallow(connection: socket.socket) -> None:
+    def discard_replies(connection: socket.socket) -> None:
         with suppress(OSError):
             while connection.recv(1 << 20):
                 pass
 
-    with small(ServerLimits()) as (server, good), ExitStack() as stack:
-        connections = [attacker(server.port, stack) for _ in range(4)]
+    with start_server(ServerLimits()) as (server, good), ExitStack() as stack:
+        connections = [open_attacking_connection(server.port, stack) for _ in range(4)]
         threads = [
             threading.Thread(target=act, args=(connection,), daemon=True)
             for connection in connections
-            for act in (flood, swallow)
+            for act in (flood, discard_replies)
         ]
         for thread in threads:
             thread.start()
@@ -269,7 +279,7 @@ def test_clients_that_send_without_end_do_not_starve_others() -> None:
             for _ in range(20):
                 good.refresh("lease", version)
         finally:
-            over.set()
+            is_finished.set()
             for connection in connections:
                 with suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
@@ -280,19 +290,22 @@ def test_clients_that_send_without_end_do_not_starve_others() -> None:
 @pytest.mark.parametrize("greeted", [False, True])
 def test_a_rejected_client_is_disconnected_at_once(greeted: bool) -> None:
     limits = ServerLimits(handshake_timeout_s=60.0)
-    with small(limits) as (server, _), stranger(server, None, greeted) as connection:
+    with (
+        start_server(limits) as (server, _),
+        open_raw_connection(server, None, greeted) as connection,
+    ):
         connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        assert answered(connection).op == "error"
+        assert read_frame(connection).op == "error"
         assert connection.recv(1) == b""
 
 
 def test_a_value_whose_bytes_arrive_slowly_is_accepted() -> None:
-    with small(ServerLimits()) as (server, good), ExitStack() as stack:
-        slow = attacker(server.port, stack)
+    with start_server(ServerLimits()) as (server, good), ExitStack() as stack:
+        slow = open_attacking_connection(server.port, stack)
         fields = {"key": "slow", "ttl": None, "expected": None}
         frame = encode(Frame("write", 1, fields, b"x" * MIB))
         slow.sendall(frame[: MIB // 2])
         good.set("other", b"")
         slow.sendall(frame[MIB // 2 :])
-        assert answered(slow).op == "answer"
+        assert read_frame(slow).op == "answer"
         assert good.get("slow") is not None

@@ -42,14 +42,14 @@ def test_the_store_command_serves_until_a_signal_and_exits_with_0(number: signal
 
 def test_an_address_in_use_exits_with_1_and_a_message() -> None:
     with TcpStoreServer("127.0.0.1", 0) as server:
-        done = run("store", "--bind", server.address)
-    assert (done.returncode, done.stdout) == (1, "")
+        process = run("store", "--bind", server.address)
+    assert (process.returncode, process.stdout) == (1, "")
     message = f"elasticlib store: cannot serve on {server.address}: Address already in use\n"
-    assert done.stderr == message
+    assert process.stderr == message
 
 
 @pytest.mark.parametrize("arguments", [(), ("store",), ("store", "--bind", "a:b"), ("nothing",)])
 def test_an_invalid_command_line_exits_with_2(arguments: tuple[str, ...]) -> None:
-    done = run(*arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "usage: elasticlib" in done.stderr
+    process = run(*arguments)
+    assert (process.returncode, process.stdout) == (2, "")
+    assert "usage: elasticlib" in process.stderr

@@ -1,4 +1,4 @@
-"""Frames are assembled from any pieces, and invalid frames are rejected by rule."""
+"""Frames are assembled from any pieces, and an invalid frame is rejected with the rule."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def frames(draw: st.DrawFn) -> Frame:
     return Frame(op, draw(WHOLE), fields, value)
 
 
-def raw(header: object, value: bytes = b"") -> bytes:
+def encode_raw(header: object, value: bytes = b"") -> bytes:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack(">II", 4 + len(text) + len(value), len(text)) + text + value
 
@@ -122,12 +122,12 @@ def test_a_header_that_violates_the_schema_is_rejected_with_the_rule(
     header: object, rule: str
 ) -> None:
     with pytest.raises(StoreRejectedError, match=rule):
-        FrameReader().feed(raw(header))
+        FrameReader().feed(encode_raw(header))
 
 
 def test_a_value_in_a_frame_without_values_is_rejected() -> None:
     with pytest.raises(StoreRejectedError, match="get carries no value, got 3 bytes"):
-        FrameReader().feed(raw({"op": "get", "id": 1, "key": "a"}, b"abc"))
+        FrameReader().feed(encode_raw({"op": "get", "id": 1, "key": "a"}, b"abc"))
 
 
 def test_a_header_longer_than_its_frame_is_rejected() -> None:

@@ -1,4 +1,4 @@
-"""The server survives any input of a client, and expires leases in time and not before."""
+"""The server survives any input of a client, and expires leases in time but not early."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ def server() -> Iterator[TcpStoreServer]:
         yield server
 
 
-def dial(server: TcpStoreServer) -> socket.socket:
+def open_connection(server: TcpStoreServer) -> socket.socket:
     return socket.create_connection((server.host, server.port), timeout=20.0)
 
 
-def until_closed(connection: socket.socket) -> list[Frame]:
+def read_until_closed(connection: socket.socket) -> list[Frame]:
     reader, frames = FrameReader(), []
-    with contextlib.suppress(ConnectionResetError):  # where it was closed before we had sent all
+    with contextlib.suppress(ConnectionResetError):  # The server may close before it has read all.
         while data := connection.recv(65536):
             frames += reader.feed(data)
     return frames
 
 
-def raw(header: object) -> bytes:
+def encode_raw(header: object) -> bytes:
     text = json.dumps(header).encode()
     return struct.pack(">II", 4 + len(text), len(text)) + text
 
@@ -60,9 +60,9 @@ BAD = {
     "huge header": (struct.pack(">II", 100, 2**32 - 1) + b"x" * 96, "does not fit a frame"),
     "no json": (struct.pack(">II", 7, 3) + b"{{{", "header is JSON"),
     "pickle": (struct.pack(">II", 6, 2) + b"N.", "header is JSON"),
-    "unknown op": (raw({"op": "exec", "id": 1}), "op is one of"),
-    "unknown field": (raw({"op": "get", "id": 1, "key": "a", "x": 1}), "has the fields"),
-    "wrong type": (raw({"op": "get", "id": 1, "key": ["a"]}), "key is text"),
+    "unknown op": (encode_raw({"op": "exec", "id": 1}), "op is one of"),
+    "unknown field": (encode_raw({"op": "get", "id": 1, "key": "a", "x": 1}), "has the fields"),
+    "wrong type": (encode_raw({"op": "get", "id": 1, "key": ["a"]}), "key is text"),
 }
 
 
@@ -72,13 +72,13 @@ def test_a_bad_frame_gets_an_error_and_ends_only_its_own_connection(
     server: TcpStoreServer, what: str, greeted: bool
 ) -> None:
     data, rule = BAD[what]
-    with TcpStore(server.host, server.port) as other, dial(server) as connection:
+    with TcpStore(server.host, server.port) as other, open_connection(server) as connection:
         other.set("key", b"value")
         if greeted:
             connection.sendall(encode(HELLO))
             assert FrameReader().feed(connection.recv(1000))[0].op == "welcome"
         connection.sendall(data)
-        error = until_closed(connection)[-1]
+        error = read_until_closed(connection)[-1]
         assert (error.op, error.id, error.fields["kind"]) == ("error", 0, "refused")
         assert rule in error.fields["message"]
         entry = other.get("key")
@@ -91,24 +91,24 @@ def test_a_client_that_does_not_finish_its_handshake_is_disconnected(data: bytes
     limits = ServerLimits(handshake_timeout_s=0.3)
     with (
         TcpStoreServer("127.0.0.1", 0, limits=limits) as server,
-        dial(server) as connection,
+        open_connection(server) as connection,
     ):
         connection.sendall(data)
-        assert until_closed(connection) == []
+        assert read_until_closed(connection) == []
         assert server.clients == 0
 
 
 def test_a_request_before_the_handshake_is_rejected(server: TcpStoreServer) -> None:
-    with dial(server) as connection:
+    with open_connection(server) as connection:
         connection.sendall(encode(Frame("get", 3, {"key": "a"})))
-        (error,) = until_closed(connection)
+        (error,) = read_until_closed(connection)
     assert error.fields["message"] == "a connection begins with hello, got get"
 
 
 def test_another_protocol_version_is_rejected_with_both_versions(server: TcpStoreServer) -> None:
-    with dial(server) as connection:
+    with open_connection(server) as connection:
         connection.sendall(encode(Frame("hello", 0, {**HELLO.fields, "protocol": 8})))
-        (error,) = until_closed(connection)
+        (error,) = read_until_closed(connection)
     assert error.fields["message"] == (
         f"speaks protocol {PROTOCOL}, not 8: start all nodes with the same version of elasticlib"
     )
@@ -117,7 +117,7 @@ def test_another_protocol_version_is_rejected_with_both_versions(server: TcpStor
 def test_a_reply_sent_as_a_request_is_rejected_and_the_connection_stays(
     server: TcpStoreServer,
 ) -> None:
-    with dial(server) as connection:
+    with open_connection(server) as connection:
         connection.sendall(encode(HELLO) + encode(Frame("answer", 1, {"yes": True, "version": 1})))
         connection.sendall(encode(Frame("get", 2, {"key": "a"})))
         reader, frames = FrameReader(), list[Frame]()
@@ -224,7 +224,7 @@ def test_labels_are_those_of_the_connected_clients(server: TcpStoreServer) -> No
         other.connect()
         assert sorted(server.labels) == sorted([own.label, other.label])
         other.close()
-        wait_until("the other to be gone", lambda: server.labels == (own.label,))
+        wait_until("the end of the other connection", lambda: server.labels == (own.label,))
         assert server.clients == 1
 
 
@@ -267,21 +267,24 @@ def test_a_server_that_was_stopped_expires_no_lease_that_is_refreshed_afterwards
         port = int(read_line(process).split()[2].rpartition(":")[2])
         stores = [stack.enter_context(TcpStore("127.0.0.1", port)) for _ in range(10)]
         pool = stack.enter_context(ThreadPoolExecutor(len(stores)))
-        leases = stopped_late(process, stores)
+        leases = stop_server_near_expiry(process, stores)
         refreshing = [
             pool.submit(store.refresh, lease.key, lease.version)
             for store, lease in zip(stores, leases, strict=True)
         ]
         spend(2.2)
         process.send_signal(signal.SIGCONT)
-        for done in refreshing:
-            done.result(10.0)
+        for refresh in refreshing:
+            refresh.result(10.0)
         assert stores[0].list("lease/").entries == tuple(leases)
 
 
-def stopped_late(process: subprocess.Popen[str], stores: list[TcpStore]) -> list[Entry]:
-    """Leases of which nearly all of the ttl has gone by as their server was stopped: on waking,
-    one look would end them."""
+def stop_server_near_expiry(process: subprocess.Popen[str], stores: list[TcpStore]) -> list[Entry]:
+    """Stop the server shortly before its leases expire, so that they are late when it continues.
+
+    Returns:
+        The leases, with a TTL of 2 s.
+    """
     for _ in range(5):
         start = monotonic()
         leases = [s.set(f"lease/{i}", b"", ttl=2.0) for i, s in enumerate(stores)]
@@ -289,12 +292,12 @@ def stopped_late(process: subprocess.Popen[str], stores: list[TcpStore]) -> list
         process.send_signal(signal.SIGSTOP)
         if monotonic() - start < 1.95:
             return leases
-        process.send_signal(signal.SIGCONT)  # this machine was too busy: again
+        process.send_signal(signal.SIGCONT)  # The machine was too busy, so try again.
     pytest.skip("this machine is too busy for a pause of 1.8 s")
 
 
 def spend(seconds: float) -> None:
-    """Time is what is tested here; nothing is synchronised by it."""
+    """Wait for a time that the test is about. It does not synchronise anything."""
     threading.Event().wait(seconds)
 
 
@@ -313,7 +316,7 @@ def test_closing_a_server_whose_thread_is_blocked_returns_and_logs_where_it_is(
             return super().__getattribute__(name)
 
     server = TcpStoreServer("127.0.0.1", 0, limits=Limits(close_timeout_s=0.2)).start()
-    with dial(server):
+    with open_connection(server):
         assert blocked.wait(60)
         server.close()
         assert "has not stopped within 0.2 s and is abandoned; its thread is in" in caplog.text

@@ -1,4 +1,4 @@
-"""The client of the TCP store: it connects when needed, and names what it could not reach."""
+"""The client of the TCP store connects when needed, and its errors name the address."""
 
 from __future__ import annotations
 
@@ -38,8 +38,11 @@ def server() -> Iterator[TcpStoreServer]:
 
 
 @contextmanager
-def answering(*answers: bytes) -> Iterator[int]:
-    """The port of something that takes one connection and answers each message with bytes."""
+def start_answering_server(*answers: bytes) -> Iterator[int]:
+    """Start a server that accepts one connection, and yield its port.
+
+    It replies to each message with the next of `answers`.
+    """
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         listener.settimeout(10.0)
 
@@ -67,7 +70,7 @@ def test_the_constructor_does_not_connect() -> None:
     before = threading.active_count()
     store = TcpStore("no.such.host.invalid", 1)
     assert store.local_address is None
-    assert threading.active_count() <= before  # a thread of another test may just have stopped
+    assert threading.active_count() <= before  # A thread of an earlier test may have exited.
     store.close()
 
 
@@ -90,21 +93,36 @@ def test_the_error_of_an_unreachable_server_names_the_timeout() -> None:
 
 
 def test_the_error_names_a_host_without_an_address() -> None:
-    named = pytest.raises(
+    raises_error = pytest.raises(
         StoreConnectionError, match=r"no\.such\.host\.invalid:1 could not be reached"
     )
-    with TcpStore("no.such.host.invalid", 1, connect_timeout=0.1) as store, named:
+    with TcpStore("no.such.host.invalid", 1, connect_timeout=0.1) as store, raises_error:
         store.get("key")
+
+
+class StoreThatCountsAttempts(TcpStore):
+    """A client that counts its attempts to connect."""
+
+    num_attempts = 0
+
+    def _connect_once(self, timeout: float) -> Any:
+        self.num_attempts += 1
+        return super()._connect_once(timeout)
 
 
 def test_a_client_connects_to_a_server_that_starts_later() -> None:
     server = TcpStoreServer("127.0.0.1", free_port())
-    with TcpStore(server.host, server.port, timeout=20.0) as store, ThreadPoolExecutor(1) as pool:
+    with (
+        StoreThatCountsAttempts(server.host, server.port, timeout=20.0) as store,
+        ThreadPoolExecutor(1) as pool,
+    ):
         getting = pool.submit(store.get, "key")
-        # It has been refused at least once by now, most likely.
-        threading.Event().wait(0.1)
+        wait_until("an attempt after a refused one", lambda: store.num_attempts > 1)
         with server:
             assert getting.result() is None
+            attempts = store.num_attempts
+            assert store.get("key") is None
+            assert store.num_attempts == attempts, "the connection is used again"
 
 
 @pytest.mark.parametrize(
@@ -116,9 +134,9 @@ def test_a_client_connects_to_a_server_that_starts_later() -> None:
         encode(Frame("answer", 0, {"yes": True, "version": 0})),
     ],
 )
-def test_a_server_that_is_not_an_elasticlib_store_is_named(answer: bytes) -> None:
+def test_a_server_of_another_protocol_is_rejected_by_name(answer: bytes) -> None:
     with (
-        answering(answer) as port,
+        start_answering_server(answer) as port,
         TcpStore("127.0.0.1", port) as store,
         pytest.raises(
             StoreRejectedError,
@@ -129,15 +147,19 @@ def test_a_server_that_is_not_an_elasticlib_store_is_named(answer: bytes) -> Non
 
 
 def test_the_error_of_a_server_without_handshake_names_the_timeout() -> None:
-    # The seconds are those that were left for it.
-    named = pytest.raises(StoreTimeoutError, match=r"but no handshake, within 0\.[12]\d* s")
-    with answering() as port, TcpStore("127.0.0.1", port, connect_timeout=0.2) as store, named:
+    # The message names the rest of the timeout, which is less than 0.2 s.
+    raises_error = pytest.raises(StoreTimeoutError, match=r"but no handshake, within 0\.[12]\d* s")
+    with (
+        start_answering_server() as port,
+        TcpStore("127.0.0.1", port, connect_timeout=0.2) as store,
+        raises_error,
+    ):
         store.get("key")
 
 
 def test_the_error_of_an_operation_without_reply_names_the_timeout() -> None:
     with (
-        answering(WELCOME) as port,
+        start_answering_server(WELCOME) as port,
         TcpStore("127.0.0.1", port, timeout=0.2, connect_timeout=20.0) as store,
     ):
         with pytest.raises(StoreTimeoutError, match=rf":{port} did not answer get within 0\.2 s"):
@@ -158,13 +180,13 @@ def test_the_error_of_an_operation_without_reply_names_the_timeout() -> None:
     ],
 )
 def test_a_wrong_reply_raises_an_error(answer: bytes) -> None:
-    named = pytest.raises((StoreRejectedError, StoreTimeoutError), match=r"127\.0\.0\.1:\d+")
+    raises_error = pytest.raises((StoreRejectedError, StoreTimeoutError), match=r"127\.0\.0\.1:\d+")
     with (
-        answering(WELCOME, answer) as port,
+        start_answering_server(WELCOME, answer) as port,
         TcpStore("127.0.0.1", port, timeout=0.3, connect_timeout=20.0) as store,
     ):
         store.connect()
-        with named:
+        with raises_error:
             store.get("key")
 
 
@@ -183,7 +205,7 @@ def test_a_broken_connection_ends_operations_in_flight_and_the_next_one_reconnec
         with TcpStoreServer(server.host, server.port):
             with pytest.raises(LeaseLostError, match="the key is gone"):
                 store.refresh("lease", lease.version)
-            # Its versions start again, and a version of the old store counts as changed.
+            # The versions of the new store start at 1, so a version of the old store has changed.
             assert store.wait("", after=lease.version, timeout=0.0) is True
             assert store.set("key", b"").version == 1
 
@@ -241,12 +263,12 @@ def test_a_name_server_that_does_not_answer_is_queried_once_and_ends_the_attempt
                 StoreConnectionError, match=r"slow\.test could not be resolved within"
             ):
                 store.get("key")
-            # The name server is silent for a minute.
+            # The name server does not answer for 60 s.
             assert monotonic() - started < 30
         assert names.num_queries == 1
-        # A name that takes longer than one attempt is found by a later one.
+        # A later attempt uses the answer to the query of an earlier one.
         names.answers.set()
-        wait_until("the answer to be taken", lambda: reaches(store))
+        wait_until("a connection to the resolved address", lambda: can_connect(store))
         assert names.num_queries == 1
 
 
@@ -262,7 +284,7 @@ def test_a_name_server_that_does_not_answer_ends_a_call_of_an_etcd_store(
     names.answers.set()
 
 
-def reaches(store: TcpStore) -> bool:
+def can_connect(store: TcpStore) -> bool:
     with contextlib.suppress(StoreConnectionError):
         store.connect()
         return True
@@ -294,10 +316,10 @@ def test_a_request_that_is_too_long_is_rejected_and_the_connection_stays(
 
 
 def test_close_ends_attempts_to_connect() -> None:
-    store = TcpStore("127.0.0.1", free_port(), timeout=60.0)
+    store = StoreThatCountsAttempts("127.0.0.1", free_port(), timeout=60.0)
     with ThreadPoolExecutor(1) as pool:
         getting = pool.submit(store.get, "key")
-        threading.Event().wait(0.05)
+        wait_until("an attempt after a refused one", lambda: store.num_attempts > 1)
         store.close()
         with pytest.raises(StoreConnectionError, match="this store is closed"):
             getting.result(10.0)

@@ -1,4 +1,4 @@
-"""A watch calls its callback once, and misses no change."""
+"""A watch calls its callback once, and no change is missed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elasticlib.stores.memory_store import MemoryStore
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_server import TcpStoreServer
 
-PATIENCE = 10.0
+TIMEOUT_S = 10.0
 
 
 @pytest.fixture
@@ -25,17 +25,17 @@ def server() -> Iterator[TcpStoreServer]:
 
 @pytest.fixture(params=["tcp", "moving"])
 def store(request: pytest.FixtureRequest, server: TcpStoreServer) -> Iterator[Store]:
-    with reached(server) as client:
+    with connect(server) as client:
         if request.param == "tcp":
             yield client
             return
-        place = StoreEndpoint("here", lambda: reached(server), lambda: None)
-        with FailoverStore([place], failover_timeout=PATIENCE) as moving:
+        place = StoreEndpoint("here", lambda: connect(server), lambda: None)
+        with FailoverStore([place], failover_timeout=TIMEOUT_S) as moving:
             yield moving
 
 
-def reached(server: TcpStoreServer) -> TcpStore:
-    return TcpStore(server.host, server.port, timeout=PATIENCE)
+def connect(server: TcpStoreServer) -> TcpStore:
+    return TcpStore(server.host, server.port, timeout=TIMEOUT_S)
 
 
 def start_watch(
@@ -54,25 +54,25 @@ def test_a_watch_is_notified_once_of_an_earlier_or_a_later_change(
     before = start_watch(store, "watched/", 0, listing=listing)
     during = start_watch(store, "watched/", version, listing=listing)
     now = store.list("watched/")
-    assert before.get(timeout=PATIENCE) == (now if listing else True)
+    assert before.get(timeout=TIMEOUT_S) == (now if listing else True)
     store.set("other", b"")
     assert during.empty()
     store.set("watched/b", b"2")
-    assert during.get(timeout=PATIENCE) == (store.list("watched/") if listing else True)
+    assert during.get(timeout=TIMEOUT_S) == (store.list("watched/") if listing else True)
     store.delete("watched/a")
-    store.list("watched/")  # an earlier notification would have arrived before this reply
+    store.list("watched/")  # An earlier notification would arrive before this reply.
     assert before.empty()
     assert during.empty()
 
 
 def test_a_watch_ends_with_the_connection(server: TcpStoreServer) -> None:
-    client = reached(server)
+    client = connect(server)
     version = client.set("key", b"").version
     results = [
         start_watch(client, "watched/", version, listing=listing) for listing in (False, True)
     ]
     client.close()
-    assert [one.get(timeout=PATIENCE) for one in results] == [False, False]
+    assert [one.get(timeout=TIMEOUT_S) for one in results] == [False, False]
     with pytest.raises(StoreConnectionError):
         client.watch("watched/", after=0, callback=results[0].put)
 
@@ -80,41 +80,41 @@ def test_a_watch_ends_with_the_connection(server: TcpStoreServer) -> None:
 def test_a_watch_does_not_get_a_long_listing(
     server: TcpStoreServer,
 ) -> None:
-    with reached(server) as client:
+    with connect(server) as client:
         for number in range(20):
             version = client.set(f"watched/{number}", b"x" * 10**5).version
         before = start_watch(client, "watched/", 0, listing=True)
-        assert before.get(timeout=PATIENCE) is True
+        assert before.get(timeout=TIMEOUT_S) is True
         during = start_watch(client, "watched/", version, listing=True)
         client.delete("watched/0")
-        assert during.get(timeout=PATIENCE) is True
+        assert during.get(timeout=TIMEOUT_S) is True
         assert len(client.list("watched/").entries) == 19
 
 
 def test_list_and_watch_miss_no_change(server: TcpStoreServer, store: Store) -> None:
-    with reached(server) as writer:
+    with connect(server) as writer:
         seen = store.list("key")
         for number in range(40):
             writer.set("key", b"%d" % number)
             writer.set("other", b"")
         writer.set("key", b"last")
         while not (seen.entries and seen.entries[0].value == b"last"):
-            # After a missed change, this would time out.
-            watched = start_watch(store, "key", seen.version, listing=True).get(timeout=PATIENCE)
+            # This wait would time out after a missed change.
+            watched = start_watch(store, "key", seen.version, listing=True).get(timeout=TIMEOUT_S)
             assert isinstance(watched, Listing)
             assert watched.version > seen.version
             seen = watched
 
 
 def test_a_watch_is_notified_of_the_end_of_leases(server: TcpStoreServer) -> None:
-    with reached(server) as here, reached(server) as there:
-        kept = there.set("lease/there", b"", ttl=1000.0)
-        gone = start_watch(here, "lease/", kept.version)
-        there.close()
-        assert gone.get(timeout=PATIENCE) is True
-        version = here.set("lease/silent", b"", ttl=0.2).version
-        assert start_watch(here, "lease/silent", version).get(timeout=PATIENCE) is True
-        assert here.list("lease").entries == ()
+    with connect(server) as watcher, connect(server) as writer:
+        kept = writer.set("lease/there", b"", ttl=1000.0)
+        gone = start_watch(watcher, "lease/", kept.version)
+        writer.close()
+        assert gone.get(timeout=TIMEOUT_S) is True
+        version = watcher.set("lease/silent", b"", ttl=0.2).version
+        assert start_watch(watcher, "lease/silent", version).get(timeout=TIMEOUT_S) is True
+        assert watcher.list("lease").entries == ()
 
 
 def test_watch_returns_false_if_a_store_has_only_wait() -> None:

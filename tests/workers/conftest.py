@@ -1,4 +1,4 @@
-"""What tests of workers start one group after another with."""
+"""Fixtures of the tests of workers."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_local import Run
+from worker_groups import GroupRunner
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    run = Run(tmp_path)
-    yield run
-    run.workers.close()
-    assert not run.workers.running()
+def runner(tmp_path: Path) -> Iterator[GroupRunner]:
+    """Starts groups of workers; after the test, none of them may run."""
+    runner = GroupRunner(tmp_path)
+    yield runner
+    runner.workers.close()
+    assert not runner.workers.running()

@@ -1,4 +1,4 @@
-"""The channel between a worker and its agent, and how all ranks come to stop at one call."""
+"""The channel between a worker and its agent, and the agreement of all ranks on a stop call."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def path() -> Iterator[str]:
     channel.close()
 
 
-def ends(path: str) -> tuple[WorkerChannel, WorkerChannel]:
-    """The agent's and the worker's."""
+def open_both_ends(path: str) -> tuple[WorkerChannel, WorkerChannel]:
+    """Return the agent's and the worker's end of a channel."""
     return WorkerChannel(path), WorkerChannel(path)
 
 
-def test_without_an_agent_there_is_nobody_to_ask_or_to_tell() -> None:
+def test_context_without_an_agent_accepts_reports_and_never_stops() -> None:
     context = WorkerContext(None)
     context.step(1, loss=0.5, samples=3)
     context.report_saved(1)
@@ -66,197 +66,198 @@ def test_without_an_agent_there_is_nobody_to_ask_or_to_tell() -> None:
     assert (context.is_attached, context.should_stop()) == (False, None)
 
 
-def test_what_a_worker_tells_is_there_for_its_agent(path: str) -> None:
-    agent, worker = ends(path)
-    beat = agent.heartbeat()
-    assert (beat.step, beat.last_saved_step, beat.step_durations) == (-1, -1, ())
+def test_agent_reads_the_steps_and_saves_of_a_worker(path: str) -> None:
+    agent, worker = open_both_ends(path)
+    heartbeat = agent.heartbeat()
+    assert (heartbeat.step, heartbeat.last_saved_step, heartbeat.step_durations) == (-1, -1, ())
     for step in range(2 * NUM_STEP_DURATIONS):
         worker.report_step(step, now=float(step * step))
-        beat = agent.heartbeat()
+        heartbeat = agent.heartbeat()
         newest = [float(2 * n - 1) for n in range(max(1, step - NUM_STEP_DURATIONS + 1), step + 1)]
-        assert sorted(beat.step_durations) == newest
+        assert sorted(heartbeat.step_durations) == newest
         expected = (step, step + 1, float(step * step))
-        assert (beat.step, beat.num_steps, beat.last_step_at) == expected
+        assert (heartbeat.step, heartbeat.num_steps, heartbeat.last_step_at) == expected
     worker.report_saved(7)
     assert (agent.heartbeat().last_saved_step, agent.heartbeat().num_saves) == (7, 1)
 
 
-def test_what_a_training_loop_tells_besides_is_there_for_its_agent(path: str) -> None:
+def test_agent_reads_losses_samples_snapshots_and_restores_of_a_worker(path: str) -> None:
     agent, context = WorkerChannel(path), WorkerContext(WorkerChannel(path))
-    beat = agent.heartbeat()
-    assert (beat.first_step, beat.last_snapshot_step, beat.loss, beat.last_restore) == (
-        -1,
-        -1,
-        None,
-        None,
-    )
+    heartbeat = agent.heartbeat()
+    assert (heartbeat.first_step, heartbeat.last_snapshot_step) == (-1, -1)
+    assert (heartbeat.loss, heartbeat.last_restore) == (None, None)
     before = monotonic()
     context.report_restored(6, source="peer", seconds=0.5)
     for step in range(7, 10):
         context.step(step, loss=10.0 - step, samples=32)
     context.step(10)
     context.report_snapshot(9)
-    beat, after = agent.heartbeat(), monotonic()
-    assert (beat.first_step, beat.last_snapshot_step, beat.loss, beat.num_samples) == (
-        7,
-        9,
-        1.0,
-        96.0,
+    heartbeat, after = agent.heartbeat(), monotonic()
+    assert (heartbeat.first_step, heartbeat.last_snapshot_step) == (7, 9)
+    assert (heartbeat.loss, heartbeat.num_samples) == (1.0, 96.0)
+    assert (
+        before
+        <= heartbeat.first_at
+        <= heartbeat.last_step_at
+        <= heartbeat.last_activity_at
+        <= after
     )
-    assert before <= beat.first_at <= beat.last_step_at <= beat.last_activity_at <= after
-    state = beat.last_restore
-    assert state is not None
-    assert (state.step, state.source, beat.num_restores) == (6, "peer", 1)
-    assert before <= state.finished_at <= beat.first_at
-    assert state.finished_at - state.started_at == pytest.approx(0.5)
+    restore = heartbeat.last_restore
+    assert restore is not None
+    assert (restore.step, restore.source, heartbeat.num_restores) == (6, "peer", 1)
+    assert before <= restore.finished_at <= heartbeat.first_at
+    assert restore.finished_at - restore.started_at == pytest.approx(0.5)
 
 
 def test_step_that_is_reported_again_counts_once_and_adds_its_loss_and_samples(path: str) -> None:
-    agent, worker = ends(path)
+    agent, worker = open_both_ends(path)
     for step in range(3):
         worker.report_step(step, now=10.0 * step, samples=2)
         worker.report_step(step, now=10.0 * step + 1, loss=float(step), samples=3)
-    beat = agent.heartbeat()
-    assert (beat.step, beat.num_steps, beat.step_durations) == (2, 3, (10.0, 10.0))
-    assert (beat.last_step_at, beat.last_activity_at, beat.loss, beat.num_samples) == (
-        20.0,
-        21.0,
-        2.0,
-        15.0,
-    )
+    heartbeat = agent.heartbeat()
+    assert (heartbeat.step, heartbeat.num_steps, heartbeat.step_durations) == (2, 3, (10.0, 10.0))
+    assert (heartbeat.last_step_at, heartbeat.last_activity_at) == (20.0, 21.0)
+    assert (heartbeat.loss, heartbeat.num_samples) == (2.0, 15.0)
 
 
 @pytest.mark.parametrize(
     ("source", "seconds"), [("tape", 0.0), ("disk", -1.0), ("disk", float("nan"))]
 )
-def test_a_state_from_nowhere_is_refused(path: str, source: str, seconds: float) -> None:
+def test_restore_report_with_an_invalid_source_or_duration_is_rejected(
+    path: str, source: str, seconds: float
+) -> None:
     with pytest.raises(ValueError, match="restored from memory, peer, disk in 0 seconds"):
         WorkerContext(WorkerChannel(path)).report_restored(1, source=source, seconds=seconds)
     assert WorkerChannel(path).heartbeat().num_restores == 0
 
 
-def test_the_first_process_that_asks_is_the_worker(path: str) -> None:
-    first, other = ends(path)
+def test_first_process_that_claims_a_channel_is_the_worker(path: str) -> None:
+    first, other = open_both_ends(path)
     assert first.claim(100)
     assert not other.claim(101)
     assert other.claim(100)
 
 
-def test_nobody_passes_for_the_worker_that_it_was_assigned_to(path: str) -> None:
-    agent, child = ends(path)
+def test_only_the_assigned_process_can_claim_a_channel(path: str) -> None:
+    agent, child = open_both_ends(path)
     agent.set_worker_pid(100)
     assert not child.claim(101)
     assert child.claim(100)
 
 
 @pytest.mark.parametrize("content", [b"", b"x", bytes(PAGE_BYTES), b"x" * PAGE_BYTES])
-def test_what_is_no_channel_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_file_that_is_no_channel_is_rejected(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "other").write_bytes(content)
     with pytest.raises(OSError, match="not a worker's channel"):
         WorkerChannel(str(tmp_path / "other"))
 
 
-ASK = """
+# Reports steps in the worker, in a forked child and in a subprocess of the worker.
+REPORT_STEPS = """
 import os, sys, elasticlib
 context = elasticlib.context()
 assert context is elasticlib.context()
 context.step(3)
 pid = os.fork()
 if pid == 0:
-    context.step(4)  # is no worker, and is not heard
+    context.step(4)  # has no effect, because the child is not the worker
     assert not context.is_attached
     os._exit(0)
 assert os.waitpid(pid, 0)[1] == 0
 import subprocess
 code = "import elasticlib; assert not elasticlib.context().is_attached"
 assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-assert context.is_attached == (sys.argv[1] == "attached")
+assert context.is_attached == (sys.argv[1] == "present")
 """
 
 
-@pytest.mark.parametrize("found", ["attached", "gone", "none"])
-def test_only_the_worker_itself_is_heard(path: str, found: str) -> None:
+@pytest.mark.parametrize("channel", ["present", "missing", "none"])
+def test_only_the_worker_itself_reports_steps(path: str, channel: str) -> None:
     environment = {k: v for k, v in os.environ.items() if k != CHANNEL_ENV}
-    if found != "none":
-        environment[CHANNEL_ENV] = path if found == "attached" else f"{path}.gone"
-    done = subprocess.run([sys.executable, "-c", ASK, found], env=environment, timeout=100)
+    if channel != "none":
+        environment[CHANNEL_ENV] = path if channel == "present" else f"{path}.missing"
+    command = [sys.executable, "-c", REPORT_STEPS, channel]
+    done = subprocess.run(command, env=environment, timeout=100)
     assert done.returncode == 0
-    assert WorkerChannel(path).heartbeat().step == (3 if found == "attached" else -1)
+    assert WorkerChannel(path).heartbeat().step == (3 if channel == "present" else -1)
 
 
-# -- agreeing ----------------------------------------------------------------------------------
+# -- the agreement on a stop call ------------------------------------------------------------------
 
 
-class Rank:
-    """A rank that takes steps tied to the others', and asks after each; it moves when told to.
+class SimulatedRank:
+    """A rank in lockstep with the others that polls for a stop after each step.
 
-    A step has three moves: to begin it, to end it once all ranks have begun it, and to ask.
+    A step has three moves, and the test chooses when the rank makes the next one: it starts the
+    step, it completes the step once all ranks have started it, and it polls.
     """
 
     def __init__(self) -> None:
         self.agent = WorkerChannel.create()
         self.worker = WorkerChannel(self.agent.path)
-        self.begun = self.call = 0
-        self.asking = self.held = False
-        self.stopped = 0
+        self.num_started = 0  # steps
+        self.call = 0  # number of the last poll
+        self.is_polling = False  # the next move is a poll
+        self.is_blocked = False  # the poll waits for the answer of the agent
+        self.stop_call = 0  # the poll at which the rank has stopped, or 0
 
-    def move(self, ranks: list[Rank]) -> None:
-        if self.stopped:
+    def move(self, ranks: list[SimulatedRank]) -> None:
+        if self.stop_call:
             return
-        if self.held:
-            self._look()
-        elif self.asking:
-            self.asking = False
+        if self.is_blocked:
+            self._read_answer()
+        elif self.is_polling:
+            self.is_polling = False
             self.call += 1
             if self.worker.begin_call(self.call):
                 self.worker.block_call(self.call)
-                self.held = True
-        elif self.begun == self.call:
-            self.begun += 1
-        elif min(rank.begun for rank in ranks) >= self.begun:
-            self.asking = True
+                self.is_blocked = True
+        elif self.num_started == self.call:
+            self.num_started += 1
+        elif min(rank.num_started for rank in ranks) >= self.num_started:
+            self.is_polling = True
 
-    def _look(self) -> None:
-        stop_at = self.worker.stop_call
-        if not stop_at:
+    def _read_answer(self) -> None:
+        stop_call = self.worker.stop_call
+        if not stop_call:
             return
-        self.held = False
-        if self.call >= stop_at:
-            self.stopped = self.call
+        self.is_blocked = False
+        if self.call >= stop_call:
+            self.stop_call = self.call
         else:
             self.worker.finish_call(self.call)
 
 
-class Agent:
-    """One node's: asks its ranks, says the call at which they can stop, hears what is agreed."""
+class SimulatedAgent:
+    """The agent of one node: it requests a stop, proposes a call and announces the agreed one."""
 
-    def __init__(self, number: int, ranks: list[Rank]) -> None:
+    def __init__(self, number: int, ranks: list[SimulatedRank]) -> None:
         self.number, self.ranks = number, ranks
-        self.asked = self.told = False
+        self.has_requested = self.has_announced = False
 
-    def move(self, needs: dict[int, StopProposal], nodes: int) -> None:
-        if not self.asked:
-            self.asked = True
+    def move(self, proposals: dict[int, StopProposal], num_nodes: int) -> None:
+        if not self.has_requested:
+            self.has_requested = True
             for rank in self.ranks:
                 rank.agent.request_stop(PREEMPTED, 1e9)
             return
-        if self.number not in needs:
+        if self.number not in proposals:
             calls = [rank.agent.earliest_stop_call() for rank in self.ranks]
             known = [call for call in calls if call is not None]
             if len(known) == len(calls):
-                needs[self.number] = StopProposal(max(known))
+                proposals[self.number] = StopProposal(max(known))
             return
-        need = agree_on_stop(needs, nodes)
-        if need is not None and need.call is not None and not self.told:
-            self.told = True
+        agreed = agree_on_stop(proposals, num_nodes)
+        if agreed is not None and agreed.call is not None and not self.has_announced:
+            self.has_announced = True
             for rank in self.ranks:
-                rank.agent.set_stop_call(need.call, PREEMPTED, 1e9)
+                rank.agent.set_stop_call(agreed.call, PREEMPTED, 1e9)
 
 
-def test_a_worker_between_its_word_and_its_look_is_waited_for(path: str) -> None:
-    agent, worker = ends(path)
+def test_agent_waits_for_a_worker_that_is_in_the_middle_of_a_call(path: str) -> None:
+    agent, worker = open_both_ends(path)
     worker.begin_call(1)
-    # As if it were held up in the middle of its second call: which way it goes is open.
+    # The worker has started its second call, and may still stop at it or continue.
     worker._words[3] = 2
     agent.request_stop(PREEMPTED, 1e9)
     assert agent.earliest_stop_call() is None
@@ -270,55 +271,55 @@ def test_a_worker_between_its_word_and_its_look_is_waited_for(path: str) -> None
     slots=st.integers(1, 3),
     warm_up=st.integers(1, 200),
 )
-def test_all_ranks_stop_at_one_call_however_they_are_interleaved(
+def test_all_ranks_stop_at_the_same_call_for_any_interleaving(
     seed: int, nodes: int, slots: int, warm_up: int
 ) -> None:
-    draw = random.Random(seed)
-    ranks = [Rank() for _ in range(nodes * slots)]
-    agents = [Agent(n, ranks[n * slots : (n + 1) * slots]) for n in range(nodes)]
-    needs: dict[int, StopProposal] = {}
+    generator = random.Random(seed)
+    ranks = [SimulatedRank() for _ in range(nodes * slots)]
+    agents = [SimulatedAgent(n, ranks[n * slots : (n + 1) * slots]) for n in range(nodes)]
+    proposals: dict[int, StopProposal] = {}
     for _ in range(warm_up):
-        draw.choice(ranks).move(ranks)
-    for move in itertools.count():
-        assert move < 100_000, "they wait for one another"
-        mover = draw.choice([*ranks, *agents])
-        if isinstance(mover, Rank):
+        generator.choice(ranks).move(ranks)
+    for num_moves in itertools.count():
+        assert num_moves < 100_000, "the ranks wait for one another"
+        mover = generator.choice([*ranks, *agents])
+        if isinstance(mover, SimulatedRank):
             mover.move(ranks)
         else:
-            mover.move(needs, nodes)
-        if all(rank.stopped for rank in ranks):
+            mover.move(proposals, nodes)
+        if all(rank.stop_call for rank in ranks):
             break
-    assert len({rank.stopped for rank in ranks}) == 1
+    assert len({rank.stop_call for rank in ranks}) == 1
     for rank in ranks:
         rank.agent.close()
         rank.worker.close()
 
 
-def test_the_most_urgent_reason_and_the_shortest_time_hold_for_all() -> None:
-    needs = {
+def test_agreement_has_the_most_urgent_reason_and_the_shortest_time() -> None:
+    proposals = {
         0: StopProposal(4, RESIZE, 30.0),
         1: StopProposal(5, DRAIN, 20.0),
         2: StopProposal(3, RESIZE, 30.0),
     }
-    assert agree_on_stop(needs, 4) is None
-    assert agree_on_stop(needs, 3) == StopProposal(5, DRAIN, 20.0)
-    assert agree_on_stop({**needs, 3: StopProposal(4, PREEMPTED, 9.0)}, 4) == StopProposal(
+    assert agree_on_stop(proposals, 4) is None
+    assert agree_on_stop(proposals, 3) == StopProposal(5, DRAIN, 20.0)
+    assert agree_on_stop({**proposals, 3: StopProposal(4, PREEMPTED, 9.0)}, 4) == StopProposal(
         5, PREEMPTED, 9.0
     )
-    assert agree_on_stop({**needs, 3: StopProposal(None)}, 5) == StopProposal(None)
+    assert agree_on_stop({**proposals, 3: StopProposal(None)}, 5) == StopProposal(None)
 
 
 @pytest.mark.parametrize(
     "data", [b"", b"{}x", b"[]", b'{"call": "x"}', b'{"call": 1, "reason": "x"}', b'{"more": 1}']
 )
-def test_what_cannot_be_read_is_no_agreement(data: bytes) -> None:
+def test_invalid_proposal_is_read_as_one_without_a_call(data: bytes) -> None:
     assert decode_proposal(data) == StopProposal(None)
     assert decode_proposal(propose_stop(0, StopProposal(3, DRAIN, 1.5)).value) == StopProposal(
         3, DRAIN, 1.5
     )
 
 
-def test_a_worker_of_another_version_than_its_agent_fails_with_the_remedy() -> None:
+def test_worker_of_another_version_than_its_agent_fails_with_the_remedy() -> None:
     agent = WorkerChannel.create()
     agent._words[0] += 1
     with pytest.raises(ConfigError, match="the agent's has layout 4: install the same"):
@@ -329,7 +330,7 @@ def test_a_worker_of_another_version_than_its_agent_fails_with_the_remedy() -> N
     agent.close()
 
 
-# -- the agent's ends --------------------------------------------------------------------------
+# -- the channels of an agent ----------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -339,20 +340,20 @@ def channels() -> Iterator[WorkerChannels]:
     channels.close_all()
 
 
-def test_the_folder_of_memory_is_held_as_long_as_it_is_in_use() -> None:
+def test_snapshot_directory_is_locked_while_it_is_in_use() -> None:
     loop = EventLoop()
-    memory = SnapshotDir(supervisor := SupervisorClient(loop))
-    made = memory.attempt_dir(0)
-    assert made is not None
-    folder = made.parent
-    assert is_locked(folder)
-    memory.remove()
+    snapshots = SnapshotDir(supervisor := SupervisorClient(loop))
+    attempt_dir = snapshots.attempt_dir(0)
+    assert attempt_dir is not None
+    directory = attempt_dir.parent
+    assert is_locked(directory)
+    snapshots.remove()
     supervisor.close()
     loop.close()
-    assert not folder.exists()
+    assert not directory.exists()
 
 
-def test_who_never_asks_is_not_waited_for(channels: WorkerChannels) -> None:
+def test_only_workers_that_poll_are_waited_for(channels: WorkerChannels) -> None:
     worker = WorkerChannel(channels.open(0))
     assert channels.notify(StopNotice(DRAIN, 10.0)) is False
     worker.begin_call(1)
@@ -360,7 +361,7 @@ def test_who_never_asks_is_not_waited_for(channels: WorkerChannels) -> None:
     assert channels.earliest_stop_call() == 2
 
 
-def test_who_has_just_begun_is_waited_for_until_it_steps_without_asking(
+def test_starting_worker_is_waited_for_until_a_timeout_or_a_report_without_a_poll(
     channels: WorkerChannels,
 ) -> None:
     worker = WorkerChannel(channels.open(0))
@@ -376,7 +377,7 @@ def test_who_has_just_begun_is_waited_for_until_it_steps_without_asking(
     assert channels.notify(StopNotice(DRAIN, 10.0)) is False
 
 
-def test_who_follows_a_worker_that_asked_is_waited_for_from_its_first_step(
+def test_replacement_of_a_worker_that_polled_is_waited_for_from_its_first_step(
     channels: WorkerChannels,
 ) -> None:
     WorkerChannel(channels.open(0)).begin_call(1)
@@ -387,8 +388,8 @@ def test_who_follows_a_worker_that_asked_is_waited_for_from_its_first_step(
     assert channels.earliest_stop_call() == 1
 
 
-def kept(channels: WorkerChannels) -> tuple[WorkerChannel, WorkerContext]:
-    """A worker that has its first place, and can be kept."""
+def open_regroupable_worker(channels: WorkerChannels) -> tuple[WorkerChannel, WorkerContext]:
+    """Return a worker that has its first assignment and can regroup."""
     worker = WorkerChannel(channels.open(0))
     channels.publish_assignment(0, {"RANK": "0"})
     context = WorkerContext(worker)
@@ -397,8 +398,8 @@ def kept(channels: WorkerChannels) -> tuple[WorkerChannel, WorkerContext]:
     return worker, context
 
 
-def test_calls_of_an_earlier_group_do_not_count_in_the_next(channels: WorkerChannels) -> None:
-    _, context = kept(channels)
+def test_calls_are_counted_separately_in_each_group(channels: WorkerChannels) -> None:
+    _, context = open_regroupable_worker(channels)
     for _ in range(7):
         assert context.should_stop() is None
     channels.leave_group()
@@ -408,8 +409,9 @@ def test_calls_of_an_earlier_group_do_not_count_in_the_next(channels: WorkerChan
     assert channels.standby_ranks() == {0: True}
     channels.start_group()
     channels.publish_assignment(0, {"RANK": "1"})
-    assert channels.notify(StopNotice(RESIZE, 10.0)) is True, "it has asked before"
-    assert channels.earliest_stop_call() == 1, "whether or not it has taken its place"
+    # The worker counts as one that polls, because it has polled in an earlier group.
+    assert channels.notify(StopNotice(RESIZE, 10.0)) is True
+    assert channels.earliest_stop_call() == 1
     channels.stop_at_call(1, StopNotice(RESIZE, 10.0))
     assert context.accept_assignment() == {"RANK": "1"}
     assert not context.should_leave_group()
@@ -417,10 +419,10 @@ def test_calls_of_an_earlier_group_do_not_count_in_the_next(channels: WorkerChan
     assert context.should_stop() is not None
 
 
-def test_what_a_worker_has_told_in_an_earlier_group_is_not_told_in_the_next(
+def test_reports_of_an_earlier_group_are_reset(
     channels: WorkerChannels,
 ) -> None:
-    worker, context = kept(channels)
+    worker, context = open_regroupable_worker(channels)
     for step in range(3):
         context.step(step, loss=0.5, samples=2)
         context.report_snapshot(step)
@@ -428,37 +430,43 @@ def test_what_a_worker_has_told_in_an_earlier_group_is_not_told_in_the_next(
     context.report_left_group()
     channels.publish_assignment(0, {})
     assert context.accept_assignment() == {}
-    beat = worker.heartbeat()
+    heartbeat = worker.heartbeat()
     assert (
-        attrs.evolve(beat, last_step_at=0.0, last_activity_at=0.0, is_attached=False) == Heartbeat()
+        attrs.evolve(heartbeat, last_step_at=0.0, last_activity_at=0.0, is_attached=False)
+        == Heartbeat()
     )
     context.step(3, loss=0.25, samples=2)
-    beat = worker.heartbeat()
-    assert (beat.step, beat.num_steps, beat.first_step, beat.num_samples) == (3, 1, 3, 2.0)
-    assert beat.loss == 0.25
+    heartbeat = worker.heartbeat()
+    assert (heartbeat.step, heartbeat.num_steps, heartbeat.first_step, heartbeat.num_samples) == (
+        3,
+        1,
+        3,
+        2.0,
+    )
+    assert heartbeat.loss == 0.25
 
 
-def test_one_that_waits_for_an_answer_does_not_when_its_group_is_over(
+def test_blocked_poll_returns_when_the_group_ends(
     channels: WorkerChannels,
 ) -> None:
-    _, context = kept(channels)
+    _, context = open_regroupable_worker(channels)
     assert context.should_stop() is None
     assert channels.notify(StopNotice(RESIZE, 1e9)) is True
     channels.leave_group()
-    assert context.should_stop() is None, "at once"
+    assert context.should_stop() is None
     assert context.should_leave_group()
 
 
-def test_a_newcomer_is_in_no_group_and_is_asked_nothing_before_it_has_a_place(
+def test_standby_worker_gets_no_notice_before_it_has_an_assignment(
     channels: WorkerChannels,
 ) -> None:
-    member, _ = kept(channels)
-    newcomer = WorkerContext(WorkerChannel(channels.open(1, is_standby=True)))
+    member, _ = open_regroupable_worker(channels)
+    standby = WorkerContext(WorkerChannel(channels.open(1, is_standby=True)))
     assert (channels.standby_ranks(), channels.regroupable_ranks()) == ({1: False}, {0, 1})
-    newcomer.set_can_regroup()
-    newcomer.report_left_group()
+    standby.set_can_regroup()
+    standby.report_left_group()
     assert channels.standby_ranks() == {1: True}
-    assert not newcomer.should_leave_group()
+    assert not standby.should_leave_group()
     member.begin_call(1)
     assert channels.notify(StopNotice(RESIZE, 10.0)) is True
     assert member.begin_call(2)
@@ -467,8 +475,9 @@ def test_a_newcomer_is_in_no_group_and_is_asked_nothing_before_it_has_a_place(
     assert channels.earliest_stop_call() == 2
     channels.start_group()
     channels.publish_assignment(1, {"RANK": "1"})
-    assert newcomer.accept_assignment() == {"RANK": "1"}
-    assert newcomer.should_stop() is None, "it was asked when it was in no group"
+    assert standby.accept_assignment() == {"RANK": "1"}
+    # The notice was given before this worker was in a group.
+    assert standby.should_stop() is None
     with pytest.raises(OSError, match="a worker's assignment must have at most"):
         channels.publish_assignment(1, {"MASTER_ADDR": "x" * PAGE_BYTES})
 
@@ -483,7 +492,7 @@ def test_channel_cannot_be_shortened_and_leaves_no_descriptor(channels: WorkerCh
     assert os.listdir("/proc/self/fd") == before
 
 
-def test_what_goes_on_behind_the_step_ends_before_a_stop_is_answered(path: str) -> None:
+def test_stop_callbacks_run_once_before_a_stop_is_returned(path: str) -> None:
     agent, worker = WorkerChannel(path), WorkerChannel(path)
     context, calls = WorkerContext(worker), []
 
@@ -494,9 +503,9 @@ def test_what_goes_on_behind_the_step_ends_before_a_stop_is_answered(path: str) 
     context.on_stop(lambda: calls.append("first"))
     context.on_stop(fail)
     context.on_stop(lambda: calls.append("third"))
-    take_back = context.on_stop(lambda: calls.append("never"))
-    take_back()
-    take_back()
+    unregister = context.on_stop(lambda: calls.append("unregistered"))
+    unregister()
+    unregister()
     assert context.should_stop() is None
     assert calls == []
     agent.request_stop(DRAIN, 1e9)
@@ -508,10 +517,10 @@ def test_what_goes_on_behind_the_step_ends_before_a_stop_is_answered(path: str) 
     assert len(calls) == 3
 
 
-def test_a_worker_that_goes_on_elsewhere_ends_nothing_for_it(path: str) -> None:
-    agent, worker = ends(path)
-    context, called = WorkerContext(worker), list[str]()
-    context.on_stop(lambda: called.append("stop"))
+def test_stop_callbacks_do_not_run_for_a_resize_of_a_worker_that_can_regroup(path: str) -> None:
+    agent, worker = open_both_ends(path)
+    context, calls = WorkerContext(worker), list[str]()
+    context.on_stop(lambda: calls.append("stop"))
     context.set_can_regroup()
     agent.publish_assignment({"RANK": "0"})
     assert context.accept_assignment() == {"RANK": "0"}
@@ -524,13 +533,13 @@ def test_a_worker_that_goes_on_elsewhere_ends_nothing_for_it(path: str) -> None:
         context.report_left_group()
         agent.publish_assignment({"RANK": "0"})
         context.accept_assignment()
-    assert called == ["stop"]
+    assert calls == ["stop"]
     context.set_can_regroup(False)
     assert not agent.can_regroup
 
 
-def test_a_question_whose_group_is_over_is_answered_with_no(path: str) -> None:
-    agent, worker = ends(path)
+def test_stop_is_not_returned_once_a_worker_must_leave_its_group(path: str) -> None:
+    agent, worker = open_both_ends(path)
     context = WorkerContext(worker)
     context.set_can_regroup()
     agent.publish_assignment({})

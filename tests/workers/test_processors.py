@@ -1,16 +1,15 @@
-"""Which CPUs a worker runs on: NUMA binding through torch.numa, and how many there are."""
+"""CPUs of workers: NUMA binding with torch.numa, and the number of usable CPUs."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from modules import extend_pythonpath
-from test_local import Run
 from torch.numa import binding
+from worker_groups import GroupRunner
 
 from elasticlib.defaults import NUMA_BINDINGS
 from elasticlib.errors import ConfigError
@@ -44,7 +43,7 @@ def write(path: Path, text: str) -> None:
 
 @pytest.fixture
 def fake_torch(tmp_path: Path) -> dict[str, str]:
-    """An environment in which torch.numa knows two GPUs."""
+    """An environment with a torch.numa that finds two GPUs."""
     write(tmp_path / "torch/__init__.py", '__version__ = "2.13.0"\n')
     write(tmp_path / "torch/numa/__init__.py", "")
     write(tmp_path / "torch/numa/binding.py", FAKE_TORCH_NUMA)
@@ -55,13 +54,13 @@ def test_workers_are_bound_to_the_cpus_that_torch_numa_chooses(fake_torch: dict[
     assert numa_cpu_sets("node", 2, fake_torch) == (frozenset({0, 1}), frozenset({2, 3}))
 
 
-def test_the_reason_of_torch_numa_is_in_the_error(fake_torch: dict[str, str]) -> None:
+def test_error_has_the_reason_of_torch_numa(fake_torch: dict[str, str]) -> None:
     rule = "--numa-binding node: torch.numa cannot bind 3 workers .*: RuntimeError: no GPU 2"
     with pytest.raises(ConfigError, match=rule):
         numa_cpu_sets("node", 3, fake_torch)
 
 
-def test_a_torch_without_torch_numa_is_refused_with_its_version(
+def test_torch_without_torch_numa_is_rejected_with_its_version(
     tmp_path: Path, fake_torch: dict[str, str]
 ) -> None:
     shutil.rmtree(tmp_path / "torch/numa")
@@ -69,37 +68,30 @@ def test_a_torch_without_torch_numa_is_refused_with_its_version(
         numa_cpu_sets("node", 1, fake_torch)
 
 
-def test_the_installed_torch_is_asked_in_its_own_words(
+def test_installed_torch_numa_chooses_the_cpus_of_the_node_of_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A GPU on NUMA node 0 is all that is not real."""
+    # Only the GPU is simulated: it is attached to NUMA node 0.
     write(tmp_path / "numactl", "#!/bin/sh\n")
     (tmp_path / "numactl").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    (finds_node,) = [name for name in vars(binding) if name.startswith("_get_numa_node_index_for")]
-    monkeypatch.setattr(binding, finds_node, lambda **_: 0)
+    (find_node,) = [name for name in vars(binding) if name.startswith("_get_numa_node_index_for")]
+    monkeypatch.setattr(binding, find_node, lambda **_: 0)
     cpus = binding._get_set_of_int_from_ranges_str(Path(NODE_0_CPUS).read_text())
     assert call_torch_numa("node", 2) == [sorted(cpus & os.sched_getaffinity(0))] * 2
 
 
-def processors() -> list[int]:
+def get_affinity() -> list[int]:
     return sorted(os.sched_getaffinity(0))
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    run = Run(tmp_path)
-    yield run
-    run.workers.close()
-
-
-def test_a_worker_runs_where_it_is_bound_and_the_agent_where_it_was(run: Run) -> None:
-    before = processors()
-    run.workers = LocalWorkers(os.environ, cpu_sets=[frozenset({before[-1]})])
-    run.start(Function(processors), count=2)
-    said = {exit_.local_rank: exit_.value for exit_ in (run.end(), run.end())}
-    assert said == {0: [before[-1]], 1: before}
-    assert processors() == before
+def test_binding_affects_only_the_bound_worker_and_not_the_agent(runner: GroupRunner) -> None:
+    before = get_affinity()
+    runner.workers = LocalWorkers(os.environ, cpu_sets=[frozenset({before[-1]})])
+    runner.start(Function(get_affinity), count=2)
+    exits = [runner.wait_for_exit() for _ in range(2)]
+    assert {exit_.local_rank: exit_.value for exit_ in exits} == {0: [before[-1]], 1: before}
+    assert get_affinity() == before
 
 
 @pytest.mark.parametrize(
@@ -112,7 +104,7 @@ def test_a_worker_runs_where_it_is_bound_and_the_agent_where_it_was(run: Run) ->
         ({}, 99),
     ],
 )
-def test_a_containers_quota_counts_as_well(
+def test_cpu_quota_of_a_container_limits_the_number_of_cpus(
     tmp_path: Path, files: dict[str, str], cores: int
 ) -> None:
     for name, text in files.items():
@@ -120,5 +112,5 @@ def test_a_containers_quota_counts_as_well(
     assert count_usable_cpus(tmp_path) == min(cores, len(os.sched_getaffinity(0)))
 
 
-def test_the_bindings_are_those_of_the_installed_torch() -> None:
+def test_bindings_are_those_of_the_installed_torch() -> None:
     assert tuple(mode.value for mode in binding.AffinityMode) == NUMA_BINDINGS

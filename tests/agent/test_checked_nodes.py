@@ -1,0 +1,109 @@
+"""An agent checks its node before it joins, and reacts to the result."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+from single_worker_agent import OneWorker, SingleNodeHandler, running
+
+from elasticlib import ElasticAgent, WorkerSpec, WorkerState
+from elasticlib.agent.options import AgentOptions
+from elasticlib.rendezvous.interface import Change, ChangeKind
+from elasticlib.testing.waiting import wait_until
+from elasticlib.workers.spec import Command
+
+
+class CountedHandler(SingleNodeHandler):
+    """A rendezvous of one node whose job counts restarts, and has other nodes that fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other_node_failed = threading.Event()
+
+    def report_failure(self, reason: str, *, killed: bool = False) -> bool:
+        del reason, killed
+        return True
+
+    def wait_for_change(self, timeout: float) -> Change | None:
+        if self.other_node_failed.wait(min(timeout, 0.02)):
+            self.other_node_failed.clear()
+            return Change(ChangeKind.GENERATION_ENDED, "the workers of another node failed")
+        return None
+
+
+class Checks:
+    """A check that returns these results one after the other."""
+
+    def __init__(self, *results: str) -> None:
+        self.results = list(results)
+        self.num_calls = 0
+
+    def __call__(self, is_cancelled: Callable[[], bool]) -> str:
+        del is_cancelled
+        self.num_calls += 1
+        return self.results.pop(0)
+
+
+def options(check: Callable[[Callable[[], bool]], str]) -> AgentOptions:
+    return AgentOptions(check_node=check)
+
+
+def test_a_node_is_checked_before_it_first_joins() -> None:
+    workers, handler, check = OneWorker(), CountedHandler(), Checks("the fan is broken")
+    agent = ElasticAgent(WorkerSpec(Command("none")), handler, workers, options=options(check))
+    result = agent.run()
+    assert (result.state, result.reason) == (WorkerState.FAILED, "the fan is broken")
+    assert (result.exit_code, result.evicted, result.is_unfit) == (69, True, True)
+    assert (handler.generation, workers.starts) == (0, 0)
+
+
+def test_a_node_is_checked_again_after_its_own_workers_failed_only() -> None:
+    workers, handler, check = OneWorker(), CountedHandler(), Checks("", "", "the fan is broken")
+    with running(workers, handler, options=options(check)) as run:
+        assert check.num_calls == 1
+        handler.other_node_failed.set()
+        wait_until("the second generation", lambda: workers.starts == 2)
+        assert check.num_calls == 1
+        workers.finish(1)
+        wait_until("the third generation", lambda: workers.starts == 3)
+        assert check.num_calls == 2
+        workers.finish(1)
+        result = run.result()
+    assert (result.exit_code, result.reason, workers.starts) == (69, "the fan is broken", 3)
+    assert check.num_calls == 3
+
+
+def test_a_check_that_raises_counts_as_failed() -> None:
+    def check(_: Callable[[], bool]) -> str:
+        raise OSError("no such tool")
+
+    workers = OneWorker()
+    agent = ElasticAgent(
+        WorkerSpec(Command("none")), CountedHandler(), workers, options=options(check)
+    )
+    result = agent.run()
+    assert result.exit_code == 69
+    assert "the check of this node failed: OSError: no such tool" in result.reason
+
+
+@pytest.mark.parametrize("number", [15, 12])
+def test_a_signal_cancels_a_check_and_the_run_waits_for_it(number: int) -> None:
+    has_started, is_finished = threading.Event(), threading.Event()
+
+    def check(is_cancelled: Callable[[], bool]) -> str:
+        has_started.set()
+        wait_until("the check to be cancelled", is_cancelled)
+        is_finished.set()
+        return "cancelled"
+
+    workers = OneWorker()
+    workers.up.set()
+    with running(workers, CountedHandler(), options=options(check)) as run:
+        assert has_started.wait(60)
+        run.agent.handle_signal(number)
+        result = run.result()
+        assert is_finished.is_set()
+    assert result.state is (WorkerState.STOPPED if number == 15 else WorkerState.DRAINED)
+    assert workers.starts == 0

@@ -1,0 +1,136 @@
+"""Checkpoints at an fsspec URL, and failures of each operation of its file system."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+
+from elasticlib import CheckpointManager
+from elasticlib.checkpoint.storage import FsspecStorage
+from elasticlib.errors import CheckpointError
+
+
+class UnreliableFileSystem(MemoryFileSystem):  # type: ignore[misc]
+    """A file system that fails in the middle of the `failing`-th operation that changes a file."""
+
+    protocol = "unreliable"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+    failing, count = 0, 0
+
+    class Broken(Exception):
+        pass
+
+    def _count_operation(self) -> None:
+        UnreliableFileSystem.count += 1
+        if UnreliableFileSystem.count == UnreliableFileSystem.failing:
+            raise self.Broken("the network is down")
+
+    def open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        if mode == "wb":
+            self._count_operation()
+        return super().open(path, mode, **options)
+
+    def pipe_file(self, path: str, value: bytes, **options: Any) -> None:
+        # An object store creates the object as a whole or not at all.
+        self._count_operation()
+        super().pipe_file(path, value, **options)
+
+    def rm_file(self, path: str) -> None:
+        self._count_operation()
+        super().rm_file(path)
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    fsspec.register_implementation("unreliable", UnreliableFileSystem, clobber=True)
+    UnreliableFileSystem.store.clear()
+    UnreliableFileSystem.pseudo_dirs[:] = [""]
+    UnreliableFileSystem.failing = 0
+    yield "unreliable://bucket/run"
+    UnreliableFileSystem.store.clear()
+
+
+def state(value: int) -> dict[str, Any]:
+    return {"w": torch.full((3,), value), "step": value}
+
+
+def save(url: str, step: int, value: int) -> None:
+    UnreliableFileSystem.count = 0
+    with CheckpointManager(url, keep_last=1) as manager:
+        manager.save(step, state(value))
+
+
+@pytest.mark.parametrize("place", ["memory://a/b", "file"])
+def test_save_load_verify_and_prune_work_at_any_url(place: str, tmp_path: Any) -> None:
+    url = f"file://{tmp_path}/new" if place == "file" else place
+    with CheckpointManager(url, keep_last=2) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step))
+        manager.wait()
+        assert manager.steps() == [2, 3]
+        assert manager.load()["w"].tolist() == [3, 3, 3]
+        assert manager.load(2)["step"] == 2
+        assert manager.verify() == {}
+        assert manager.prune().kept == (2, 3)
+    with CheckpointManager(url, keep_last=1) as manager:
+        assert manager.prune().deleted == (2,)
+        assert manager.latest() == 3
+    if place == "file":
+        assert ".lock" in os.listdir(tmp_path / "new")
+
+
+def test_an_error_of_any_operation_leaves_the_old_or_the_new_state(url: str) -> None:
+    save(url, 6, 1)
+    save(url, 7, 2)
+    count = UnreliableFileSystem.count
+    assert count >= 5
+    seen = set()
+    for failing in range(1, count + 1):
+        UnreliableFileSystem.failing = 0
+        UnreliableFileSystem.store.clear()
+        save(url, 6, 1)
+        UnreliableFileSystem.failing = failing
+        message = ""
+        try:
+            save(url, 7, 2)
+        except CheckpointError as error:
+            message = str(error)
+        assert "the network is down" in (message or "the network is down")
+        UnreliableFileSystem.failing = 0
+        step = CheckpointManager(url).load()["step"]
+        assert step == 2 or (message and step == 1)
+        seen.add(step)
+        save(url, 8, 3)
+        assert CheckpointManager(url).steps() == [8]
+        assert CheckpointManager(url).load()["step"] == 3
+    assert seen == {1, 2}
+
+
+def test_a_damaged_byte_of_a_remote_checkpoint_is_detected(url: str) -> None:
+    save(url, 6, 1)
+    with CheckpointManager(url, keep_last=2) as manager:
+        manager.save(7, state(2))
+    (path,) = (name for name in UnreliableFileSystem.store if "0007/state" in name)
+    data = UnreliableFileSystem.store[path].getvalue()
+    UnreliableFileSystem().pipe_file(path, data[:-1] + b"\1")
+    manager = CheckpointManager(url)
+    assert manager.load()["step"] == 1
+    assert "checksum" in manager.skipped[7]
+
+
+def test_an_unknown_url_and_a_missing_fsspec_are_errors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(CheckpointError, match="nosuch://a"):
+        FsspecStorage("nosuch://a")
+    monkeypatch.setitem(sys.modules, "fsspec.core", None)
+    with pytest.raises(CheckpointError, match=r"pip install 'elasticlib\[fsspec\]'"):
+        CheckpointManager("memory://a").steps()

@@ -1,0 +1,421 @@
+"""The status of a job, computed from its store and the statuses of its nodes, and its display."""
+
+from __future__ import annotations
+
+import json
+
+import attrs
+import pytest
+
+from elasticlib.observe.aggregate import NodeStatus, WorkerStatus
+from elasticlib.observe.event import Event
+from elasticlib.observe.formatting import format_table
+from elasticlib.observe.history import JobState
+from elasticlib.observe.job_status import (
+    EXIT_CODES,
+    FIELDS,
+    MAX_LOOP_BLOCKED_S,
+    MAX_NODE_ROWS,
+    NODE_FIELDS,
+    JobReading,
+    JobStatus,
+    NodeEntry,
+    as_document,
+    check_health,
+    document_of_node,
+    exit_code,
+    headline,
+    node_table,
+    rank_table,
+    result_of,
+    status_of,
+)
+from elasticlib.observe.node_status import NodeReport
+from elasticlib.observe.stack_query import JobStacks, NodeStacks, group_stacks, stack_lines
+from elasticlib.rendezvous.bad_nodes import ExcludedHost
+from elasticlib.rendezvous.membership import (
+    JobPhase,
+    LeaderStatus,
+    Membership,
+    NodeFailure,
+    NodeRecord,
+    RendezvousSettings,
+    begin_resize,
+    end_generation,
+    form_generation,
+)
+
+NODES = tuple(NodeRecord(f"id{n}", f"h{n}", "", 2) for n in range(3))
+FORMED = form_generation(
+    Membership(RendezvousSettings(2, 3, 4)), NODES[:2], charged=False, nonce="m"
+)
+S = JobState
+
+
+def make_report(node: NodeRecord, state: JobState = S.RUNNING, seconds: float = 1.0) -> NodeReport:
+    """Return the report of a node with two workers."""
+    rank = NODES.index(node)
+    workers = (
+        WorkerStatus(
+            2 * rank,
+            0,
+            "pid 1",
+            step=10 + rank,
+            steps_per_second=4.0,
+            seconds_since_heartbeat=0.5,
+            checkpoint_step=8,
+        ),
+        WorkerStatus(
+            2 * rank + 1,
+            1,
+            "pid 2",
+            step=11 + rank,
+            steps_per_second=5.0,
+            seconds_since_heartbeat=0.25,
+        ),
+    )
+    status = NodeStatus("job", node.id, state=state, workers=workers)
+    return NodeReport(status, seconds, 9.0, age_seconds=0.5)
+
+
+def make_reading(document: Membership | None, *states: JobState, num_alive: int = 2) -> JobReading:
+    """Return the content of a store in which the first nodes have reported these states."""
+    reports = {
+        node.id: make_report(node, state, 1.0 + n)
+        for n, (node, state) in enumerate(zip(NODES, states, strict=False))
+    }
+    note = LeaderStatus("1 of 2 nodes are here")
+    return JobReading("job", document, NODES[:num_alive], note, reports)
+
+
+def compute_status(reading: JobReading) -> JobStatus:
+    status = status_of(reading)
+    assert status is not None
+    return status
+
+
+def state_of(document: Membership | None, *states: JobState, num_alive: int = 2) -> JobState | None:
+    return compute_status(make_reading(document, *states, num_alive=num_alive)).state
+
+
+def test_job_without_nodes_and_document_has_no_status() -> None:
+    assert status_of(make_reading(None, num_alive=0)) is None
+
+
+def test_state_follows_the_nodes_from_the_start_to_the_end_of_a_job() -> None:
+    assert state_of(None, num_alive=1) is S.WAITING
+    assert state_of(Membership(RendezvousSettings(2, 3)), num_alive=1) is S.WAITING
+    assert state_of(Membership(RendezvousSettings(2, 3)), num_alive=2) is S.RENDEZVOUS
+    assert state_of(FORMED, S.RENDEZVOUS, S.RUNNING) is S.RENDEZVOUS
+    assert state_of(FORMED, S.RUNNING, S.RUNNING) is S.RUNNING
+    assert state_of(FORMED, S.SUCCEEDED, S.RUNNING) is S.RUNNING
+    assert state_of(FORMED, S.SUCCEEDED, S.SUCCEEDED) is S.SUCCEEDED
+    states = {"SUCCEEDED": S.SUCCEEDED, "FAILED": S.FAILED, "ABORTED": S.STOPPED}
+    for phase, state in states.items():
+        assert state_of(attrs.evolve(FORMED, phase=JobPhase[phase]), num_alive=0) is state
+
+
+def test_state_between_two_generations_depends_on_the_reason() -> None:
+    assert state_of(FORMED, S.RUNNING, S.RESTARTING) is S.RESTARTING
+    assert state_of(FORMED, S.RESTARTING, S.DRAINING) is S.DRAINING
+    assert state_of(end_generation(FORMED, "gone")) is S.RENDEZVOUS
+    assert state_of(end_generation(FORMED, "gone"), num_alive=1) is S.WAITING
+    assert state_of(end_generation(FORMED, "failed", NodeFailure("id0", "rank 0"))) is S.RESTARTING
+    assert state_of(begin_resize(FORMED, "one more")) is S.RESIZING
+
+
+def test_job_without_a_lease_has_no_state_and_terminated_unexpectedly() -> None:
+    status = compute_status(make_reading(FORMED, num_alive=0))
+    assert (status.state, exit_code(status)) == (None, 4)
+    assert [node.state_text for node in status.nodes] == ["gone", "gone"]
+    assert "no node is alive" in status.reason
+    assert headline(status)[0] == "job: terminated unexpectedly (killed?)"
+
+
+def test_without_published_statuses_the_store_is_the_source_and_the_exit_code_is_4() -> None:
+    status = compute_status(make_reading(FORMED))
+    assert (status.state, exit_code(status), as_document(status)["source"]) == (
+        S.RUNNING,
+        4,
+        "store",
+    )
+    assert (
+        "  no agent publishes a status (custom launcher without elasticlib.observe_node?); "
+        "showing the store's data"
+    ) in headline(status)
+    status = compute_status(make_reading(FORMED, S.RUNNING))
+    assert (exit_code(status), as_document(status)["source"]) == (0, "nodes")
+
+
+def test_step_and_rate_of_a_job_are_those_of_the_slowest_worker() -> None:
+    status = compute_status(make_reading(FORMED, S.RUNNING, S.RUNNING, num_alive=3))
+    assert (status.step, status.steps_per_second) == (10, 4.0)
+    assert (status.checkpoint_step, status.snapshot_step) == (8, None)
+    assert (status.generation, status.world_size, status.max_restarts) == (1, 4, 4)
+    assert status.state_seconds == 1.5
+    assert [node.host for node in status.spares] == ["h2"]
+    assert [node.host for node in status.not_reporting] == ["h2"]
+    text = "\n".join(headline(status))
+    assert "job: RUNNING for 1.5 s, started 9.5 s ago" in text
+    assert "generation 1, 2 nodes (of 2 to 3), 4 workers, 0 of 4 restarts" in text
+    assert "step 10, steps/s 4, checkpoint 8" in text
+    assert "spares: h2" in text
+    assert "not reporting: h2" in text
+
+
+def test_node_without_a_rank_is_joining_before_a_generation_and_a_spare_during_one() -> None:
+    def ranks_of(document: Membership) -> list[str]:
+        status = compute_status(make_reading(document, num_alive=3))
+        return [row[0] for row in node_table(status)[1]]
+
+    assert ranks_of(Membership(RendezvousSettings(2, 3))) == ["joining"] * 3
+    assert ranks_of(FORMED) == ["0", "1", "spare"]
+
+
+def test_the_status_names_each_excluded_host_and_the_reason() -> None:
+    excluded = ExcludedHost("h7", "its workers\nfailed")
+    document = attrs.evolve(FORMED, excluded_hosts=(excluded,))
+    status = compute_status(make_reading(document, S.RUNNING, S.RUNNING))
+    assert as_document(status)["excluded"] == [{"host": "h7", "reason": "its workers\nfailed"}]
+    assert "  excluded: h7, because its workers\\x0afailed" in headline(status)
+
+
+def test_json_document_has_exactly_the_documented_keys() -> None:
+    status = compute_status(make_reading(FORMED, S.RUNNING, S.RUNNING, num_alive=3))
+    document = json.loads(json.dumps(as_document(status)))
+    assert set(document) == set(FIELDS)
+    assert all(set(node) == set(NODE_FIELDS) for node in document["nodes"])
+    assert [node["reporting"] for node in document["nodes"]] == [True, True, False]
+    assert document["nodes"][1]["workers"][0]["step"] == 11
+    assert [node["age_seconds"] for node in document["nodes"]] == [0.5, 0.5, None]
+    assert [node["state_seconds"] for node in document["nodes"]] == [1.5, 2.5, None]
+    assert [node["healthy"] for node in document["nodes"]] == [True, True, None]
+
+
+def test_status_names_each_excluded_host_and_the_reason() -> None:
+    excluded = ExcludedHost("h7", "its workers\nfailed")
+    document = attrs.evolve(FORMED, excluded_hosts=(excluded,))
+    status = compute_status(make_reading(document, S.RUNNING, S.RUNNING))
+    assert as_document(status)["excluded"] == [{"host": "h7", "reason": "its workers\nfailed"}]
+    assert "  excluded: h7, because its workers\\x0afailed" in headline(status)
+
+
+def test_document_of_one_node_has_the_same_keys() -> None:
+    report = attrs.evolve(
+        make_report(NODES[1]), loop_blocked_seconds=MAX_LOOP_BLOCKED_S + 1, age_seconds=None
+    )
+    document = json.loads(json.dumps(document_of_node(report)))
+    assert set(document) == set(FIELDS)
+    (node,) = document["nodes"]
+    assert set(node) == set(NODE_FIELDS)
+    assert (document["state"], document["source"], document["step"]) == ("RUNNING", "nodes", 11)
+    assert document["state_seconds"] == node["state_seconds"] == 1.0
+    assert (node["healthy"], node["alive"], node["reporting"]) == (False, True, True)
+    assert node["health_message"] == "the agent's event loop has been blocked for 16.0 s"
+
+
+def test_old_statuses_that_are_not_renewed_do_not_count_as_reporting() -> None:
+    reading = with_report_ages(make_reading(FORMED, S.RUNNING, S.RUNNING), 3600.0)
+    status = compute_status(reading)
+    assert (status.state, exit_code(status)) == (S.RUNNING, 0)
+    assert as_document(status)["source"] == "nodes"
+    assert [row[3] for row in node_table(status)[1]] == ["1 h", "1 h"]
+    status = compute_status(attrs.evolve(reading, is_final=True))
+    assert (status.state, exit_code(status)) == (S.RUNNING, 4)
+    document = as_document(status)
+    assert document["source"] == "store"
+    assert [node["reporting"] for node in document["nodes"]] == [False, False]
+
+
+def with_report_ages(reading: JobReading, age_s: float) -> JobReading:
+    """Return the reading with reports that are this old."""
+    reports = {
+        id: attrs.evolve(report, age_seconds=age_s) for id, report in reading.reports.items()
+    }
+    return attrs.evolve(reading, reports=reports)
+
+
+def test_time_since_a_heartbeat_includes_the_age_of_the_status() -> None:
+    reading = make_reading(FORMED, S.RUNNING, S.RUNNING, num_alive=1)
+    reading = with_report_ages(reading, 7.0)
+    status = compute_status(reading)
+    assert [row[5:8] for row in node_table(status)[1]] == [
+        ("10 to 11", "4 to 5", "7.5 s"),
+        ("-", "-", "-"),
+    ]
+    assert [row[5] for row in rank_table(status)[1]] == ["7.5 s", "7.2 s"]
+    status = compute_status(attrs.evolve(reading, alive_nodes=()))
+    assert (status.step, status.steps_per_second) == (10, None)
+
+
+def test_last_status_of_a_lost_member_does_not_affect_the_job() -> None:
+    reading = make_reading(FORMED, S.RUNNING, S.RESTARTING, num_alive=1)
+    status = compute_status(reading)
+    assert (status.state, status.step, status.checkpoint_step) == (S.RUNNING, 10, 8)
+    status = compute_status(attrs.evolve(reading, alive_nodes=NODES[1:2]))
+    assert (status.state, status.step) == (S.RESTARTING, 11)
+
+
+def test_headline_marks_snapshots_of_killed_agents_as_lost() -> None:
+    reading = make_reading(FORMED, S.RUNNING, S.RUNNING, num_alive=0)
+    reports = {
+        id: attrs.evolve(report, status=attrs.evolve(report.status, snapshot_step=40))
+        for id, report in reading.reports.items()
+    }
+    for alive_nodes, suffix in ((NODES[:2], ""), ((), " (lost with its agents)")):
+        status = compute_status(attrs.evolve(reading, alive_nodes=alive_nodes, reports=reports))
+        (line,) = [line for line in headline(status) if "snapshot" in line]
+        assert line.endswith(f"checkpoint 8, snapshot 40{suffix}")
+
+
+def test_last_status_of_a_suspended_node_is_shown_with_its_age() -> None:
+    old_report = attrs.evolve(make_report(NODES[0]), age_seconds=40.0)
+    for num_alive, state in ((2, "RUNNING"), (0, "gone")):
+        reading = make_reading(FORMED, S.RUNNING, S.RUNNING, num_alive=num_alive)
+        reports = {**reading.reports, "id0": old_report}
+        status = compute_status(attrs.evolve(reading, reports=reports))
+        assert [node.state_text for node in status.nodes] == [state] * 2
+        assert [row[3] for row in node_table(status)[1]] == ["40 s", "0.50 s"]
+        assert (status.step, as_document(status)["nodes"][0]["age_seconds"]) == (10, 40.0)
+
+
+@pytest.mark.parametrize(
+    ("state", "code"),
+    [
+        (S.RUNNING, 0),
+        (S.SUCCEEDED, 0),
+        (S.FAILED, 1),
+        *((state, 3) for state in JobState if not state.is_finished and state != S.RUNNING),
+        (None, 4),
+        (S.STOPPED, 5),
+        (S.DRAINED, 5),
+    ],
+)
+def test_exit_code_depends_on_the_state(state: JobState | None, code: int) -> None:
+    assert exit_code(JobStatus("job", state)) == code
+    assert code in EXIT_CODES
+
+
+def make_large_job() -> JobStatus:
+    """Return the status of 1,000 nodes: two publish none, and one has no recent heartbeat."""
+
+    def make_entry(n: int) -> NodeEntry:
+        silence_s = 30.0 if n == 500 else 0.1
+        worker = WorkerStatus(n, 0, "pid 1", step=100 + n % 2, seconds_since_heartbeat=silence_s)
+        status = NodeStatus("job", f"n{n}", state=S.RUNNING, workers=(worker,))
+        report = None if n in (7, 8) else NodeReport(status, 1.0, 1.0, age_seconds=0.5)
+        return NodeEntry(f"n{n}", f"h{n}", n, 1, alive=True, report=report)
+
+    return JobStatus("job", S.RUNNING, nodes=tuple(make_entry(n) for n in range(1000)))
+
+
+def test_table_of_a_thousand_nodes_fits_on_a_screen_and_shows_unusual_nodes() -> None:
+    lines = format_table(*node_table(make_large_job()))
+    assert len(lines) <= MAX_NODE_ROWS + 2
+    assert lines[1].split()[:4] == ["7", "h7", "no", "status"]
+    assert any(line.split()[:2] == ["500", "h500"] and "30 s" in line for line in lines)
+    assert lines[-1].startswith("4-6, 9-499, 501-999  993 others  RUNNING")
+    assert "100 to 101" in lines[-1]
+    assert rank_table(make_large_job())[1] == []
+
+
+STACK = 'Stack (most recent call first):\n  File "train.py", line 9 in step\n'
+
+
+def test_equal_stacks_are_shown_once_and_rare_ones_first() -> None:
+    internal = '  File "/here/elasticlib/workers/run_program.py", line 60 in run\n'
+    texts = {0: STACK, 1: STACK + internal, 2: STACK.replace("line 9", "line 7"), 3: STACK}
+    assert [group.ranks for group in group_stacks(texts)] == [(2,), (0, 1, 3)]
+    assert "elasticlib" not in group_stacks(texts)[1].text
+
+
+def test_ranks_and_nodes_without_stacks_are_named() -> None:
+    stacks = NodeStacks({0: STACK}, unresponsive_ranks=(1,), unsupported={4: "pid 9"})
+    text = "\n".join(stack_lines(JobStacks(NODES[:2], {"id0": stacks}), frozenset({0, 1, 6})))
+    assert "h0: rank 1 returned no stack within 1 s" in text
+    assert "h0: rank 4 (pid 9) is not a Python process started by elasticlib" in text
+    assert "h1: no response" in text
+    assert "no node that answered has a worker of rank 6" in text
+
+
+def test_only_members_contribute_to_the_step_and_the_rate_of_a_job() -> None:
+    worker = WorkerStatus(
+        1, 0, "pid 9", running=False, step=100, steps_per_second=0.5, checkpoint_step=90
+    )
+    spare = NodeStatus(
+        "job",
+        "id2",
+        "h",
+        state=S.RESTARTING,
+        generation=1,
+        node_rank=1,
+        workers=(worker,),
+        step=100,
+        steps_per_second=0.5,
+        snapshot_step=100,
+    )
+    reading = make_reading(FORMED, S.RUNNING, S.RUNNING, num_alive=3)
+    reports = {**reading.reports, "id2": NodeReport(spare, 60.0, 90.0)}
+    status = compute_status(attrs.evolve(reading, reports=reports))
+    assert (status.step, status.steps_per_second) == (10, 4.0)
+    assert (status.snapshot_step, status.checkpoint_step) == (None, 90)
+    assert status.nodes[2].rank is None
+    assert [row[0] for row in rank_table(status)[1]] == ["0", "1", "2", "3"]
+
+
+def last_event(
+    state: str = "", reason: str = "", *, wall: float = 0.0, expelled: bool = False
+) -> Event:
+    """Return the last event of an agent: its end, or a step if no state is given."""
+    if not state:
+        return Event("progress", "job", "n", 2, wall, 1.0, None, {"step": 7})
+    data = {"state": state, "reason": reason, "exit_code": 1, "expelled": expelled}
+    return Event("run.finished", "job", "n", 2, wall, 1.0, None, data)
+
+
+@pytest.mark.parametrize(
+    ("states", "expected"),
+    [
+        (["", "succeeded"], S.SUCCEEDED),
+        (["drained", "failed"], S.FAILED),
+        (["drained", "drained"], S.DRAINED),
+        (["drained", "stopped"], S.DRAINED),
+        (["drained", ""], None),
+        ([""], None),
+    ],
+)
+def test_result_of_a_run_is_taken_from_the_last_events(
+    states: list[str], expected: JobState | None
+) -> None:
+    result = result_of("job", [last_event(state) for state in states], now=9.0)
+    assert (result.state, result.is_recorded, result.nodes) == (expected, True, ())
+
+
+def test_failure_of_an_expelled_node_is_not_the_result_of_the_run() -> None:
+    expelled = last_event("failed", "rank 0 raised", expelled=True)
+    assert result_of("job", [expelled, last_event()], now=9.0).state is None
+    result = result_of("job", [expelled, last_event("failed", "rank 1 raised")], now=9.0)
+    assert (result.state, result.reason) == (S.FAILED, "rank 1 raised")
+    assert result_of("job", [expelled], now=9.0).state is S.FAILED
+
+
+def test_headline_has_the_result_of_a_run_and_its_age() -> None:
+    failed = result_of("job", [last_event("failed", "rank 1 raised", wall=40.0)], now=50.0)
+    assert headline(failed) == ["job: FAILED, 10 s ago", "  reason: rank 1 raised"]
+    killed = result_of("job", [last_event(wall=40.0)], now=50.0)
+    assert headline(killed)[0] == "job: terminated unexpectedly (killed?), 10 s ago"
+    assert "the last event is progress" in headline(killed)[1]
+
+
+@pytest.mark.parametrize("state", JobState)
+def test_only_failed_nodes_and_blocked_agents_are_unhealthy(state: JobState) -> None:
+    health = check_health(state, "rank 0 raised", 0.0)
+    assert health.is_healthy is (state is not JobState.FAILED)
+    assert health.is_healthy or "rank 0 raised" in health.message
+    health = check_health(state, "", MAX_LOOP_BLOCKED_S + 1)
+    assert health.is_healthy is (state.is_finished and state is not JobState.FAILED)
+
+
+def test_health_message_has_the_time_for_which_the_event_loop_is_blocked() -> None:
+    health = check_health(JobState.RUNNING, "", MAX_LOOP_BLOCKED_S + 1)
+    assert health.message == "the agent's event loop has been blocked for 16.0 s"

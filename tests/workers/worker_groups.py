@@ -1,0 +1,75 @@
+"""Groups of real workers, which tests start and wait for without an agent."""
+
+from __future__ import annotations
+
+import os
+import queue
+from pathlib import Path
+from typing import Any
+
+from elasticlib.rendezvous.membership import Node
+from elasticlib.rendezvous.rank_assignment import assign_ranks
+from elasticlib.workers.exits import WorkerExit
+from elasticlib.workers.local_workers import LocalWorkers
+from elasticlib.workers.output_plan import OutputPlan, parse_streams
+from elasticlib.workers.spec import (
+    Command,
+    Entrypoint,
+    WorkerGroup,
+    WorkerSpec,
+    assign_worker_ranks,
+)
+
+
+class GroupRunner:
+    """Starts groups of workers with one `LocalWorkers`, and waits for their exits."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.exited: queue.SimpleQueue[int] = queue.SimpleQueue()  # local ranks
+        self.workers = LocalWorkers(os.environ, log_dir=str(directory), start_method="spawn")
+
+    def set_output(self, redirects: str, tee: str, **options: Any) -> GroupRunner:
+        """Use another `LocalWorkers`, with the streams of the flags -r and -t."""
+        plan = OutputPlan(parse_streams(redirects, "-r"), parse_streams(tee, "-t"), **options)
+        self.workers = LocalWorkers(
+            os.environ,
+            output=plan,
+            log_dir=str(self.directory),
+            run_id="j",
+            start_method="spawn",
+        )
+        return self
+
+    def start(self, entrypoint: Entrypoint, count: int = 1, attempt: int = 0) -> GroupRunner:
+        node = Node("n-1", "n", "127.0.0.1", count)
+        group = WorkerGroup(
+            spec=WorkerSpec(entrypoint, count, "role"),
+            workers=assign_worker_ranks(assign_ranks((node,))[0]),
+            run_id="job",
+            generation=1,
+            group_rank=0,
+            group_world_size=1,
+            master_addr="127.0.0.1",
+            master_port=1,
+            attempt=attempt,
+        )
+        self.workers.start(group, self.exited.put)
+        return self
+
+    def wait_for_exit(self) -> WorkerExit:
+        """Return the exit of the next worker."""
+        return self.workers.reap(self.exited.get(timeout=60))
+
+    def pid(self, local_rank: int = 0) -> int:
+        return int(self.workers.running()[local_rank].removeprefix("pid "))
+
+    def read_file(self, name: str, local_rank: int = 0) -> str:
+        """Return the content of a file in the log directory of a worker's first attempt."""
+        (path,) = self.directory.glob(f"*/attempt_0/{local_rank}/{name}")
+        return path.read_text()
+
+
+def shell(text: str) -> Command:
+    """Return an entrypoint that runs these commands in a shell."""
+    return Command("sh", ("-c", text))
