@@ -307,6 +307,8 @@ def end_of_job(change: Change) -> RunOutcome:
     """Return the outcome of this node's run when the job ends with `change`."""
     if change.kind is ChangeKind.SUCCEEDED:
         return RunOutcome(WorkerState.SUCCEEDED, change.reason)
+    if change.kind is ChangeKind.STOPPED:
+        return RunOutcome(WorkerState.STOPPED, change.reason)
     is_unfit = change.kind is ChangeKind.EXCLUDED
     return RunOutcome(
         WorkerState.FAILED, change.reason, evicted=change.kind.job_continues, is_unfit=is_unfit

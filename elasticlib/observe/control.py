@@ -176,7 +176,7 @@ def decide(
     Args:
         request: the request.
         node_id: id of the node.
-        incarnation: the run that the node is part of; empty for none.
+        incarnation: the run that the node is part of.
         activity: what the node is doing.
         age_s: seconds since the node first read the request.
 
@@ -184,8 +184,7 @@ def decide(
         The reaction, or None if the request is not for this node, not for this run, or too old.
     """
     is_addressed = request.node_id in ("", node_id)
-    is_same_run = bool(incarnation) and request.incarnation == incarnation
-    if not is_addressed or not is_same_run or age_s > request.time_limit_s:
+    if not is_addressed or request.incarnation != incarnation or age_s > request.time_limit_s:
         return None
     if request.action is ControlAction.RESTART:
         return _decide_restart(request, activity)
@@ -343,6 +342,8 @@ class ControlClient:
             ttl=request.time_limit_s + TTL_MARGIN_S,
         )
         answers = self._wait_for_answers(request, {node.id for node in nodes})
+        if request.action is ControlAction.STOP:
+            answers = self._with_stopped_nodes(nodes, answers)
         return ControlResult(request, tuple(nodes), answers)
 
     def __enter__(self) -> ControlClient:
@@ -391,6 +392,21 @@ class ControlClient:
             if not answers:
                 raise
             return answers  # the job may be over, and its store with it
+
+    def _with_stopped_nodes(
+        self, nodes: Iterable[TargetNode], answers: Mapping[str, ControlAnswer]
+    ) -> dict[str, ControlAnswer]:
+        """Return the answers, and one for each node that ended with the job before it answered."""
+        try:
+            live_ids = self._live_ids()
+        except StoreError:
+            return dict(answers)
+        stopped = {
+            node.id: ControlAnswer(node.id, node.host, True, "has left the job")
+            for node in nodes
+            if node.id not in live_ids
+        }
+        return {**stopped, **answers}
 
     def _live_ids(self) -> set[str]:
         entries = self._store.list(self._node_prefix).entries
@@ -483,7 +499,12 @@ class ControlResponder(StoreResponder):
                 self._store.wait(self._keys.requests, after=listing.version, timeout=left_s)
 
     def _react(self, entry: Entry) -> bool:
-        """React to a request. Return True if this node has answered it."""
+        """React to a request.
+
+        Returns:
+            True if the requests should be read again soon, because this node has answered, or is
+            not part of the run yet.
+        """
         try:
             request = decode_request(entry.value)
             if entry.key != f"{self._keys.requests}{request.id}" or len(request.id) > MAX_ID_LENGTH:
@@ -496,9 +517,11 @@ class ControlResponder(StoreResponder):
             return False
         now = self._clock()
         age_s = now - self._first_read_at.setdefault(entry.key, now)
-        reaction = decide(
-            request, self._node_id, self._incarnation(), self._read_activity(), age_s=age_s
-        )
+        incarnation, is_part = self._read_run()
+        if not is_part:
+            # A node that starts publishes its record before it takes part in the run.
+            return request.incarnation == incarnation and age_s <= request.time_limit_s
+        reaction = decide(request, self._node_id, incarnation, self._read_activity(), age_s=age_s)
         if reaction is None:
             return False
         answer = ControlAnswer(self._node_id, self._host, reaction.has_effect, reaction.text)
@@ -510,15 +533,17 @@ class ControlResponder(StoreResponder):
             self._act(request)
         return True
 
-    def _incarnation(self) -> str:
-        """Return the run of the job that this node is part of, or an empty string."""
+    def _read_run(self) -> tuple[str, bool]:
+        """Return the current run of the job, and whether this node is part of it."""
         state = self._store.get(self._job.state)
-        record = self._store.get(self._job.node(self._node_id))
-        if state is None or record is None:
-            return ""
+        if state is None:
+            return "", False
         incarnation = decode_state(state.value).incarnation
-        node = decode_node(record.value)
-        return "" if node.inactive_incarnation == incarnation else incarnation
+        record = self._store.get(self._job.node(self._node_id))
+        is_part = record is not None and (
+            decode_node(record.value).inactive_incarnation != incarnation
+        )
+        return incarnation, is_part
 
     def _answer_key(self, request_key: str) -> str:
         id = request_key.removeprefix(self._keys.requests)

@@ -317,6 +317,7 @@ _FINISHED_PHASES = {
     JobPhase.SUCCEEDED: JobState.SUCCEEDED,
     JobPhase.FAILED: JobState.FAILED,
     JobPhase.ABORTED: JobState.STOPPED,
+    JobPhase.STOPPED: JobState.STOPPED,
 }
 
 

@@ -45,13 +45,14 @@ _TRIGGER_PHRASES = {
 
 
 class JobPhase(enum.Enum):
-    """The phase of a job. The last three are final."""
+    """The phase of a job. The last four are final."""
 
     FORMING = "forming"  # the next generation is being formed
     ACTIVE = "active"  # a generation is formed and its workers may run
     SUCCEEDED = "succeeded"
     FAILED = "failed"
-    ABORTED = "aborted"
+    ABORTED = "aborted"  # a node has closed the rendezvous
+    STOPPED = "stopped"  # an operator has stopped the job
 
     @property
     def is_terminal(self) -> bool:
@@ -268,7 +269,8 @@ class ChangeKind(enum.Enum):
     RESTART = "restart"  # the same, and also workers that can regroup are restarted
     SUCCEEDED = "succeeded"
     FAILED = "failed"
-    ABORTED = "aborted"
+    ABORTED = "aborted"  # a node has closed the rendezvous
+    STOPPED = "stopped"  # an operator has stopped the job
     EVICTED = "evicted"  # this node's workers failed, and the job continues without the node
     EXCLUDED = "excluded"  # this host's workers keep failing, and the job continues without it
     NOT_NEEDED = "not_needed"  # the job has enough spares

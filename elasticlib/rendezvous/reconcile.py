@@ -298,8 +298,8 @@ def _reconcile_forming(view: LeaderView, membership: Membership) -> ReconcileRes
         return ReconcileResult(reason)
     if stop_reason := membership.stop_reason:
         # The nodes that asked for it have left. A node that missed the request must not continue.
-        aborted = _end_job(view, membership, JobPhase.ABORTED, stop_reason)
-        return ReconcileResult(f"the job ends: {stop_reason}", aborted)
+        stopped = _end_job(view, membership, JobPhase.STOPPED, stop_reason)
+        return ReconcileResult(f"the job ends: {stop_reason}", stopped)
     # A draining node had stopped before this point, so its final save is complete. A node that
     # is not a member may run workers only of a generation that the store has lost.
     candidates = [

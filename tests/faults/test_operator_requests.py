@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 from pathlib import Path
@@ -72,6 +73,18 @@ def control(job: Job, *arguments: str, code: int | None = 0) -> dict[str, Any]:
     return document
 
 
+def running_status(job: Job) -> dict[str, Any]:
+    """Return the status of the job once its nodes have published that they train."""
+    statuses: list[dict[str, Any]] = []
+
+    def is_running() -> bool:
+        statuses.append(job.status("job7", code=None))
+        return statuses[-1]["state"] == "RUNNING"
+
+    wait_until("a status of a running job", is_running)
+    return statuses[-1]
+
+
 def control_events(job: Job, run: str) -> list[tuple[str, str]]:
     """Return the action and the operator of each request that an agent has recorded."""
     return [
@@ -105,7 +118,7 @@ def test_a_node_that_is_drained_saves_and_leaves_and_a_spare_takes_over(
     wait_for_steps(job)
     leaving = before[1]["node"]
     target = nodes.pop(leaving)
-    members = {node["rank"]: node for node in job.status("job7")["nodes"]}
+    members = {node["rank"]: node for node in running_status(job)["nodes"]}
     assert members[1]["pid"] == target.pid
     document = control(job, "drain", "job7", "1")
     (answer,) = document["answers"]
@@ -119,7 +132,7 @@ def test_a_node_that_is_drained_saves_and_leaves_and_a_spare_takes_over(
     assert {report["TORCHELASTIC_RESTART_COUNT"] for report in after} == {"0"}
     assert stop_reasons(job, before) == {"drain"}
     wait_for_steps(job)
-    assert f"drains (a drain request from {document['by']})" in job.status("job7")["reason"]
+    assert f"drains (a drain request from {document['by']})" in running_status(job)["reason"]
     job.finish()
     assert [node.exit_code() for node in nodes.values()] == [0, 0], job.logs
     check_no_step_is_lost(job)
@@ -134,7 +147,7 @@ def test_a_job_that_is_stopped_saves_and_all_its_nodes_end(job: Job, store: str)
     if store != "directory":
         endpoint = job.start_store() if store == "process" else f"127.0.0.1:{job.reserve_port()}"
     flags = (
-        *("--nnodes", "1:2", "--rdzv-id", "job7"),
+        *("--nnodes", "2", "--rdzv-id", "job7"),
         *("--rdzv-backend", backend, "--rdzv-endpoint", endpoint),
     )
     nodes = start_nodes(job, "abc", *flags)
@@ -148,13 +161,12 @@ def test_a_job_that_is_stopped_saves_and_all_its_nodes_end(job: Job, store: str)
     assert json.loads((job.folder / "checkpoint").read_text()) == completed_steps(job)[-1]
     check_no_step_is_lost(job)
     for node in nodes.values():
-        assert f"STOPPED: received a stop request from {document['by']}" in node.text
-    assert control_events(job, "job7") == [("stop", document["by"])] * 3
+        # A node may learn of the end of the job before it reads the request.
+        assert re.search(rf"STOPPED: (received )?a stop request from {document['by']}", node.text)
+    assert set(control_events(job, "job7")) == {("stop", document["by"])}
     status = job.status("job7", code=5)
-    assert (status["state"], status["reason"]) == (
-        "STOPPED",
-        f"received a stop request from {document['by']}",
-    )
+    assert status["state"] == "STOPPED"
+    assert f"a stop request from {document['by']}" in status["reason"]
     # The same command starts a new run, which continues from the checkpoint.
     again = start_nodes(job, "de", *flags)
     wait_for_steps(job)
@@ -176,7 +188,7 @@ def test_all_workers_are_restarted_on_request_without_using_a_restart(job: Job) 
     assert {report["TORCHELASTIC_RESTART_COUNT"] for report in after} == {"0"}
     assert stop_reasons(job, before) == {"restart"}
     wait_for_steps(job)
-    status = job.status("job7")
+    status = running_status(job)
     assert (status["generation"], status["restarts"]) == (2, 0)
     assert status["reason"] == f"a restart request from {document['by']}"
     job.finish()
@@ -221,7 +233,7 @@ def test_two_operators_at_once_are_both_answered(job: Job) -> None:
     nodes = start_nodes(job, "abc", *flags)
     before = job.wait_for_world(3)
     wait_for_steps(job)
-    ids = [node["node"] for node in job.status("job7")["nodes"]]
+    ids = [node["node"] for node in running_status(job)["nodes"]]
     command = (sys.executable, "-m", "elasticlib.launch.cli", "drain", "--json", "job7")
     operators = [job.start(f"operator{n}", *command, ids[n]) for n in (1, 2)]
     assert [process.exit_code() for process in operators] == [0, 0], job.logs

@@ -146,7 +146,7 @@ def test_a_node_reacts_only_to_requests_for_it_and_its_run_within_the_time_limit
     request: ControlRequest, node_id: str, incarnation: str, activity: NodeActivity, age_s: float
 ) -> None:
     is_for_node = request.node_id in ("", node_id)
-    is_for_run = incarnation != "" and request.incarnation == incarnation
+    is_for_run = request.incarnation == incarnation
     reaction = decide(request, node_id, incarnation, activity, age_s=age_s)
     if not is_for_node or not is_for_run or age_s > request.time_limit_s:
         assert reaction is None
@@ -369,15 +369,19 @@ def test_nodes_that_do_not_answer_are_named() -> None:
         assert document["answers"][0]["has_effect"] is True
 
 
-def test_a_node_that_is_lost_is_not_waited_for() -> None:
+@pytest.mark.parametrize(
+    ("action", "text"), [("restart", "no response"), ("stop", "has left the job")]
+)
+def test_a_node_that_is_lost_is_not_waited_for(action: str, text: str) -> None:
     with MemoryStore() as store:
         write_job(store)
         job = read_target_job(store, "job")
         with run_nodes(store, *MEMBERS), ControlClient(store, "job") as client:
             store.delete(JOB.node(SPARE.id))
             started_at = monotonic()
-            result = client.send(make_request("stop", time_limit_s=60.0), job.nodes)
-        assert [node.host for node in result.missing] == ["host9"]
+            result = client.send(make_request(action, time_limit_s=60.0), job.nodes)
+        assert result_lines(result)[-1] == f"host9 (waiting): {text}"
+        assert len(result.missing) == (action == "restart")
         assert monotonic() - started_at < 30.0
 
 
@@ -413,7 +417,7 @@ def test_a_request_to_an_earlier_run_of_the_job_is_ignored() -> None:
         assert node.requests == [current]
 
 
-def test_a_node_that_is_not_part_of_the_run_does_not_react() -> None:
+def test_a_node_reacts_to_an_earlier_request_once_it_is_part_of_the_run() -> None:
     with MemoryStore() as store:
         write_job(store)
         request = make_request("stop")
@@ -421,12 +425,14 @@ def test_a_node_that_is_not_part_of_the_run_does_not_react() -> None:
         outside = attrs.evolve(SPARE, inactive_incarnation="run")
         store.set(JOB.node(SPARE.id), encode(outside))
         node = FakeNode(store, SPARE)
-        assert not node.poll(store)
-        store.delete(JOB.node(SPARE.id))
-        assert not node.poll(store)
-        assert not node.requests
-        store.set(JOB.node(SPARE.id), encode(SPARE))
+        # The responder must look again soon, because the requests do not change any more.
         assert node.poll(store)
+        store.delete(JOB.node(SPARE.id))
+        assert node.poll(store)
+        assert not node.requests
+        with node.responder:
+            store.set(JOB.node(SPARE.id), encode(SPARE))
+            wait_until("the reaction", lambda: node.requests == [request])
 
 
 class UnwritableStore(MemoryStore):
@@ -545,5 +551,5 @@ def test_answers_that_were_read_count_if_the_store_is_lost_then() -> None:
         answer = ControlAnswer("id0", "host0", True, "ends")
         store.set(f"{KEYS.answers}1/id0", encode_answer(answer))
         with ControlClient(store, "job") as client:
-            result = client.send(make_request("stop"), NODES)
+            result = client.send(make_request("restart"), NODES)
         assert set(result.answers) == {"id0"}

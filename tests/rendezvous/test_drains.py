@@ -107,6 +107,6 @@ def test_a_node_that_missed_a_requested_stop_gets_the_end_of_the_job(
     joining = cluster.join(handlers[2])
     assert not concurrent.futures.wait([joining], 0.5).done, "the others are still saving"
     assert all(handler.shutdown() for handler in handlers[:2])
-    with pytest.raises(RendezvousClosedError, match="aborted: a stop request from ann"):
+    with pytest.raises(RendezvousClosedError, match="stopped: a stop request from ann"):
         joining.result(20)
-    assert read_state(cluster).phase is JobPhase.ABORTED
+    assert read_state(cluster).phase is JobPhase.STOPPED

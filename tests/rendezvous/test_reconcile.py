@@ -155,7 +155,7 @@ def test_a_requested_stop_ends_the_job_once_all_workers_have_stopped() -> None:
     assert "waiting for b to stop" in decision.reason
     ended = decide(opened, mark_stopped(C)).new_membership
     assert ended is not None
-    assert (ended.phase, ended.reason) == (JobPhase.ABORTED, "a request from ann")
+    assert (ended.phase, ended.reason) == (JobPhase.STOPPED, "a request from ann")
 
 
 @pytest.mark.parametrize("is_leader_alone", [True, False])
@@ -170,7 +170,7 @@ def test_a_stop_that_is_requested_while_a_generation_forms_ends_the_job(
     live = (mark_stopped(B),) if is_leader_alone else (mark_stopped(B), D)
     ended = decide(noted, *live, since_last_arrival_s=9.0).new_membership
     assert ended is not None
-    assert ended.phase is JobPhase.ABORTED
+    assert ended.phase is JobPhase.STOPPED
 
 
 def test_survivors_regroup_without_a_last_call_and_without_using_a_restart() -> None:
@@ -594,7 +594,7 @@ def test_a_new_run_starts_if_all_nodes_of_a_running_one_are_lost_but_not_while_a
     assert (retained.incarnation, retained.phase) == ("one", JobPhase.FORMING)
 
 
-@pytest.mark.parametrize("phase", [JobPhase.SUCCEEDED, JobPhase.FAILED, JobPhase.ABORTED])
+@pytest.mark.parametrize("phase", [p for p in JobPhase if p.is_terminal])
 @pytest.mark.parametrize(
     ("alive", "is_part"),
     [
