@@ -191,8 +191,10 @@ def _handle() -> str:
 def _clear_dtensor_plans() -> None:
     """Clear what DTensor has planned for an earlier rank and world size."""
     if "torch.distributed.tensor" in sys.modules:
-        debug = importlib.import_module("torch.distributed.tensor.debug")
-        debug._clear_sharding_prop_cache()
+        # torch.distributed.tensor.debug does this too, but its import fails without NumPy.
+        dispatcher: Any = importlib.import_module("torch.distributed.tensor").DTensor._op_dispatcher
+        dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+        torch._C._clear_DTensor_sharding_propagator_cache()
         redistribute = importlib.import_module("torch.distributed.tensor._redistribute")
         redistribute._gen_transform_infos.cache_clear()
 

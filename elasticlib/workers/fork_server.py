@@ -43,7 +43,7 @@ TORCH = ("torch", "torch.distributed.nn", "torch.nn.parallel", "torch.utils.data
 # and the first optimizer of a program imports the third one. Together they take as long as torch.
 DEFERRED_IMPORTS = (
     "elasticlib.in_place.step_loop",
-    "torch.distributed.tensor.debug",
+    "torch.distributed.tensor",
     "torch._dynamo",
 )
 IDLE_S = 1.0  # The deferred imports begin after this long without a request.

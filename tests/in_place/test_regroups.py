@@ -19,6 +19,7 @@ from training import (
     train,
     train_in_parallel,
     train_sharded,
+    train_sharded_without_numpy,
     train_with_a_late_error,
 )
 
@@ -174,13 +175,16 @@ def test_a_partly_applied_step_without_a_saved_state_is_an_error(agent: Scripted
         assert max(line.get("applied", 0) for line in agent.lines(number)) == 4
 
 
-def test_a_sharded_state_is_restored_in_the_next_group(agent: ScriptedAgent) -> None:
-    agent.start(train_sharded, 3, 0.05)
+@pytest.mark.parametrize("train_worker", [train_sharded, train_sharded_without_numpy])
+def test_a_sharded_state_is_restored_in_the_next_group(
+    agent: ScriptedAgent, train_worker: Callable[..., None]
+) -> None:
+    agent.start(train_worker, 3, 0.05)
     agent.wait_for_step([0, 1, 2], 5)
     agent.kill(1)
     agent.regroup([0, 2])
     agent.wait_for_step([0, 2], agent.steps([0, 2]) + 3)
-    replacement = agent.start_replacement(train_sharded, 0.05)
+    replacement = agent.start_replacement(train_worker, 0.05)
     agent.wait_until_left([replacement])
     agent.request_resize([0, 2])
     agent.regroup([0, 2, replacement], leave=False)

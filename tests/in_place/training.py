@@ -220,3 +220,9 @@ def train_sharded(folder: Path, number: int, pause: float = 0.0) -> None:
             for parameter in loop.state["model"].parameters()
         ]
     write_record(folder, number, weights=[value for values in weights for value in values])
+
+
+def train_sharded_without_numpy(folder: Path, number: int, pause: float = 0.0) -> None:
+    """Train as `train_sharded` does, in an environment without NumPy."""
+    sys.modules.update({"numpy": None})  # type: ignore[dict-item]
+    train_sharded(folder, number, pause)
