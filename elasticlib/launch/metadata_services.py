@@ -346,10 +346,10 @@ def find_service(
 
 
 def _first_found(
-    found: queue.SimpleQueue[MetadataService | None], num_asked: int, timeout: float
+    found: queue.SimpleQueue[MetadataService | None], num_services: int, timeout: float
 ) -> NoticeSource | None:
     deadline = monotonic() + timeout
-    for _ in range(num_asked):
+    for _ in range(num_services):
         try:
             service = found.get(timeout=max(0.0, deadline - monotonic()))
         except queue.Empty:

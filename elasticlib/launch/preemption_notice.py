@@ -48,7 +48,7 @@ class PreemptionNotice:
 
 
 class NoticeSource(abc.ABC):
-    """Where preemption notices come from. Only the thread of a watcher calls it."""
+    """A source of preemption notices. Only the thread of a watcher calls it."""
 
     name = ""  # for logs, such as "AWS"
     poll_interval = 1.0  # seconds between two polls

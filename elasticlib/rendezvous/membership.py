@@ -142,7 +142,7 @@ class Node:
 
 
 class JobAction(enum.Enum):
-    """What an operator can request for a whole job."""
+    """An action that an operator can request for a whole job."""
 
     STOP = "stop"  # the job ends once all workers have saved
     RESTART = "restart"  # all workers are restarted

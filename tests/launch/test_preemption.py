@@ -154,7 +154,7 @@ def test_maintenance_of_a_gcp_machine_is_a_notice_of_an_hour() -> None:
     assert notice == PreemptionNotice("host maintenance (terminate)", 3600.0)
 
 
-def test_gcp_is_asked_to_answer_at_the_change() -> None:
+def test_requests_to_gcp_wait_for_a_change() -> None:
     with serving("gcp") as (server, address):
         source = GcpSource(address)
         assert source.poll() is None
@@ -354,7 +354,7 @@ def test_a_failing_source_is_reported_once_and_its_notice_still_arrives(
     assert "script answers again for preemption notices" in caplog.text
 
 
-def test_a_watch_without_a_notice_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_watcher_without_a_notice_leaves_no_thread(tmp_path: Path) -> None:
     before = set(threading.enumerate())
     with watch_for_preemption(f"file:{tmp_path / 'notice'}", lambda *_: None):
         pass

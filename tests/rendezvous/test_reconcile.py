@@ -153,24 +153,24 @@ def test_a_requested_stop_ends_the_job_once_all_workers_have_stopped() -> None:
     decision = decide(opened, B, mark_stopped(C))
     assert decision.new_membership is None
     assert "waiting for b to stop" in decision.reason
-    ended = decide(opened, mark_stopped(C)).new_membership
-    assert ended is not None
-    assert (ended.phase, ended.reason) == (JobPhase.STOPPED, "a request from ann")
+    result = decide(opened, mark_stopped(C)).new_membership
+    assert result is not None
+    assert (result.phase, result.reason) == (JobPhase.STOPPED, "a request from ann")
 
 
-@pytest.mark.parametrize("is_leader_alone", [True, False])
+@pytest.mark.parametrize("has_no_other_node", [True, False])
 def test_a_stop_that_is_requested_while_a_generation_forms_ends_the_job(
-    is_leader_alone: bool,
+    has_no_other_node: bool,
 ) -> None:
     forming = end_generation(create_generation(A, B), "a failed", NodeFailure(A.id, "why"))
     stopping = with_request(A, JobAction.STOP)
     noted = decide(forming, stopping, mark_stopped(B)).new_membership
     assert noted is not None
     assert (noted.phase, noted.stop_reason) == (JobPhase.FORMING, "a request from ann")
-    live = (mark_stopped(B),) if is_leader_alone else (mark_stopped(B), D)
-    ended = decide(noted, *live, since_last_arrival_s=9.0).new_membership
-    assert ended is not None
-    assert ended.phase is JobPhase.STOPPED
+    live = (mark_stopped(B),) if has_no_other_node else (mark_stopped(B), D)
+    result = decide(noted, *live, since_last_arrival_s=9.0).new_membership
+    assert result is not None
+    assert result.phase is JobPhase.STOPPED
 
 
 def test_survivors_regroup_without_a_last_call_and_without_using_a_restart() -> None:

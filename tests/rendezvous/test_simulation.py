@@ -258,7 +258,7 @@ def test_a_job_of_one_node_never_excludes_it() -> None:
     assert len(played.alive_nodes) == 1
 
 
-def test_good_nodes_are_not_excluded_whatever_else_fails(request: pytest.FixtureRequest) -> None:
+def test_good_nodes_are_never_excluded(request: pytest.FixtureRequest) -> None:
     num_excluded = 0
     for seed in range(request.config.getoption("--seeds") // 15):
         draw = random.Random(seed)

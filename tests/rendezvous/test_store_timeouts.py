@@ -165,7 +165,7 @@ def moves_to_other_store(
 
 
 def test_a_node_that_moved_to_another_store_reads_the_status_of_that_store() -> None:
-    """If the node still counted as blocked, it would fail at a store that has enough nodes."""
+    """A node that still counted as blocked would fail at a store that has enough nodes."""
     node = create_node(StoreWithOtherEndpoint(create_store(GENERATION_2), earlier=False))
     node.read(0.0)
     node.leader_status = attrs.evolve(node.leader_status, is_blocked=True)
