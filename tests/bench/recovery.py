@@ -1,6 +1,6 @@
 """Time of a start, a restart, a join and a node loss, and CPU of an idle agent.
 
-    python tests/bench/recovery.py [--parts restart,start,join,loss,rest] [--spawn]
+    python tests/bench/recovery.py [--parts restart,start,join,loss,notice,rest] [--spawn]
         [--rounds 2] [--kills 10] [--repeat 3] [--rest 10]
 
 elasticrun and torchrun run the same worker, which forms a gloo process group and runs an
@@ -16,6 +16,9 @@ all-reduce. A group works when all of its ranks have finished their first all-re
   end when the group of two works.
 - `loss`: on one of two nodes, the launcher and its worker are killed with SIGKILL. The worker of
   the other node does not poll for changes. The time ends when the group of the other node works.
+- `notice`: one of two nodes gets the notice that its machine will be preempted. elasticrun reads a
+  file (`--preemption-notice file:PATH`), and the launcher of torchrun gets SIGTERM, which is what a
+  machine sends when it shuts down. The time ends when the group of the other node works.
 - `rest`: CPU seconds per second of a launcher and its service processes, while its two workers
   sleep.
 
@@ -63,6 +66,7 @@ MEASUREMENTS = {
         "standstill": "join: exit of the running worker until the group of 2 works",
     },
     "loss": {"loss": "kill of a node until the group of the other node works"},
+    "notice": {"notice": "notice to one node until the group of the other node works"},
     "rest": {"rest": "CPU of an idle launcher"},
 }
 
@@ -119,6 +123,21 @@ def measure_node_loss(timings: Timings, launcher: str) -> None:
         timings.time_group("loss", launcher, job, 1)
 
 
+def measure_notice(timings: Timings, launcher: str) -> None:
+    """Give the second of two nodes a notice of preemption."""
+    with open_job(launcher) as job:
+        notice = job.directory / "notice"
+        flags = () if launcher == "torchrun" else (f"--preemption-notice=file:{notice}",)
+        for world in (1, 2):
+            job.start_node(*flags if world == 2 else ())
+            job.wait_for_group(world)
+        if launcher == "torchrun":
+            job.agents[-1].terminate()
+        else:
+            notice.touch()
+        timings.time_group("notice", launcher, job, 1)
+
+
 def measure_idle_cpu(timings: Timings, duration_s: float, launcher: str) -> None:
     """Measure the CPU time of a launcher and its service processes while its workers sleep."""
     with open_job(launcher) as job:
@@ -161,6 +180,7 @@ def measure(
         "start": (repeat, partial(measure_start, timings)),
         "join": (repeat, partial(measure_join, timings)),
         "loss": (repeat, partial(measure_node_loss, timings)),
+        "notice": (repeat, partial(measure_notice, timings)),
         "rest": (repeat, partial(measure_idle_cpu, timings, rest)),
     }
     launchers = [name for name in LAUNCHERS if spawn or "spawn" not in name]

@@ -88,9 +88,9 @@ class Job:
             subprocess.Popen(command, env=self._environment, stdout=self._log, stderr=self._log)
         )
 
-    def start_node(self) -> None:
+    def start_node(self, *flags: str) -> None:
         """Start one more node of up to two, with one worker that runs a single all-reduce."""
-        flags = ("--nnodes=1:2", "--rdzv-id=bench", "--local-addr=127.0.0.1")
+        flags = ("--nnodes=1:2", "--rdzv-id=bench", "--local-addr=127.0.0.1", *flags)
         self.start(*flags, *self._rendezvous_flags, "--max-restarts=3", args=("once",))
 
     def wait_for_group(self, world: int, timeout_s: float = TIMEOUT_S) -> list[dict[str, Any]]:
