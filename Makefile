@@ -34,6 +34,9 @@ BARE := tests/faults/test_recovery.py tests/checkpoint/test_restore_on_all_ranks
 BY_FILE := --dist loadfile --no-loadscope-reorder
 FAST := not (processes or long or release)
 
+# Without this line, each of the many processes that tests start could compile elasticlib again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo picture test test-processes test-long test-bare test-integrations test-newest test-busy \
 	test-pythons resolve-pythons release-check lint types notebooks docs bench bench-integrations \
 	soak clean

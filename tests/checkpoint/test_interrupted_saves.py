@@ -106,7 +106,11 @@ def interrupt_everywhere(
 
 @pytest.mark.parametrize(
     ("act", "handler"),
-    [(save_more, interrupt), (wait, interrupt), (wait, sys.exit)],
+    [
+        pytest.param(save_more, interrupt, marks=pytest.mark.long),
+        (wait, interrupt),
+        (wait, sys.exit),
+    ],
 )
 def test_save_and_wait_interrupted_at_any_line_leave_complete_checkpoints(
     tmp_path: Path, act: Act, handler: Callable[[], object]
@@ -129,6 +133,7 @@ def test_first_save_and_close_interrupted_at_any_line_leave_complete_checkpoints
     assert manager.steps() == [1, 2]
 
 
+@pytest.mark.long
 def test_a_save_in_a_signal_handler_at_any_line_leaves_checkpoints_of_one_call_each(
     tmp_path: Path,
 ) -> None:
@@ -164,6 +169,7 @@ def alarms() -> Iterator[Callable[[float], None]]:
         signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.long
 def test_real_signals_at_any_time_leave_complete_checkpoints(tmp_path: Path) -> None:
     with CheckpointManager(SlowDisk(tmp_path)) as manager, alarms() as alarm:
         for number in range(200):

@@ -174,7 +174,7 @@ def close(manager: CheckpointManager) -> None:
 @pytest.mark.parametrize(
     "act",
     [
-        snapshot,
+        pytest.param(snapshot, marks=pytest.mark.long),
         pytest.param(save, marks=pytest.mark.long),
         pytest.param(close, marks=pytest.mark.long),
     ],

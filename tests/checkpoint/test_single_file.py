@@ -65,6 +65,7 @@ def test_damage_at_the_end_of_a_large_file_is_detected(tmp_path):
         load_checkpoint(path)
 
 
+@pytest.mark.long
 def test_each_flipped_byte_and_each_truncation_is_rejected(tmp_path):
     path = tmp_path / "a.pt"
     save_checkpoint(path, {"w": torch.arange(3), "step": 1})
