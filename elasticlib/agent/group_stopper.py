@@ -23,6 +23,8 @@ STOP_POLL_INTERVAL_S = 1e-3  # while a worker is in a step, and the stop call is
 # With a deadline, this part of the time is for workers to save. The rest is for stopping workers
 # that do not exit, and for leaving the job.
 SAVE_FRACTION = 0.75
+# The kernel needs a moment to end a process. A shorter time would report it as unkillable.
+MIN_KILL_TIMEOUT_S = 2.0
 LEAVE_POLL_INTERVAL_S = 1e-3  # workers report in shared memory only that they have left their group
 
 
@@ -220,7 +222,7 @@ class GroupStopper:
         return attrs.evolve(notice, grace_s=min(notice.grace_s, save_s))
 
     def _limited_timeouts(self) -> StopTimeouts:
-        """Return the timeouts of the signals, so that all stages end before the deadline."""
+        """Return the timeouts of the signals, so that SIGKILL is sent before the deadline."""
         timeouts = self._timeouts
         if self._deadline is None:
             return timeouts
@@ -229,7 +231,7 @@ class GroupStopper:
         return attrs.evolve(
             timeouts,
             shutdown_timeout=min(timeouts.shutdown_timeout, rest_s / 2),
-            kill_timeout=min(timeouts.kill_timeout, rest_s / 4),
+            kill_timeout=min(timeouts.kill_timeout, max(MIN_KILL_TIMEOUT_S, rest_s / 4)),
         )
 
     def _time_left(self) -> float:

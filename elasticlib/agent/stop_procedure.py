@@ -316,17 +316,23 @@ class StopProcedure:
     def _advance_stage(self, now: float, running: str) -> StopTransition:
         if not running:
             return self, (WorkersStopped(),)
-        stage = self.timeouts.stage_at(now - self.started_at)
+        timeouts, started_at = self.timeouts, self.started_at
+        stage = timeouts.stage_at(now - started_at)
+        if stage is StopStage.GIVE_UP and self.stage < StopStage.KILL:
+            # SIGKILL is late, because the loop was blocked or the timeouts became shorter. The
+            # workers have the whole time to end after it.
+            stage = StopStage.KILL
+            started_at = now - timeouts.notice_timeout - timeouts.shutdown_timeout
         commands: list[AgentCommand] = []
         if self.stage < StopStage.TERM <= stage:
             commands.append(SignalWorkers(f"{self._notice_end()}, sending SIGTERM: {running}"))
         if self.stage < StopStage.KILL <= stage:
-            late = f"still running {self.timeouts.shutdown_timeout:g} s after SIGTERM"
+            late = f"still running {timeouts.shutdown_timeout:g} s after SIGTERM"
             reason = "did not exit in time" if self.was_escalated else late
             commands.append(SignalWorkers(f"{reason}, killing: {running}", force=True))
         if stage is StopStage.GIVE_UP:
             commands.append(WorkersStopped(unkillable=running))
-        return attrs.evolve(self, stage=stage), tuple(commands)
+        return attrs.evolve(self, stage=stage, started_at=started_at), tuple(commands)
 
     def _notice_end(self) -> str:
         """Return why the workers do not get more time before SIGTERM."""

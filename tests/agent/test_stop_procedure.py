@@ -301,6 +301,20 @@ def test_the_stop_stages_follow_their_timeouts() -> None:
     assert node.commands[-1] == WorkersStopped(unkillable="pid 1")
 
 
+def test_workers_have_their_time_after_sigkill_even_if_it_was_sent_late() -> None:
+    node = StoppingNode({}, 0, nodes=1)
+    node.start(None)
+    node.now = 100.0  # the loop was blocked, or a deadline has shortened the stages
+    node.poll()
+    node.now = 109.0
+    node.poll()
+    killing = SignalWorkers("still running 30 s after SIGTERM, killing: pid 1", force=True)
+    assert node.commands == [SignalWorkers(), killing]
+    node.now = 111.0
+    node.poll()
+    assert node.commands[-1] == WorkersStopped(unkillable="pid 1")
+
+
 def test_each_escalation_starts_the_next_stop_stage() -> None:
     node = StoppingNode({}, 0, nodes=1)
     node.start(None)
