@@ -457,7 +457,7 @@ class ElasticAgent:
                     self._slots.set_peers_can_regroup(peers_can_regroup)
                 if self._now.state is AgentState.JOINING:
                     self._join()
-            case NodeCheckFailed(reason):
+            case NodeCheckFailed(reason) if self._now.state is AgentState.JOINING:
                 outcome = RunOutcome(WorkerState.FAILED, reason, evicted=True, is_unfit=True)
                 return policy.RendezvousEnded(outcome)
             case RendezvousInfo():

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import pytest
-from single_worker_agent import OneWorker, SingleNodeHandler, running
+from single_worker_agent import OneWorker, Run, SingleNodeHandler, running
 
-from elasticlib import ElasticAgent, WorkerSpec, WorkerState
+from elasticlib import ElasticAgent, Node, WorkerSpec, WorkerState
 from elasticlib.agent.options import AgentOptions
-from elasticlib.rendezvous.interface import Change, ChangeKind
+from elasticlib.rendezvous.interface import Change, ChangeKind, assign_ranks
 from elasticlib.testing.waiting import wait_until
-from elasticlib.workers.spec import Command
+from elasticlib.workers.exits import WorkerExit
+from elasticlib.workers.spec import Command, WorkerGroup
 
 
 class CountedHandler(SingleNodeHandler):
     """A rendezvous of one node whose job counts restarts, and has other nodes that fail."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, slots: int = 1) -> None:
+        super().__init__(assignment=assign_ranks([Node("n-1", "n", "127.0.0.1", slots=slots)])[0])
         self.other_node_failed = threading.Event()
 
     def report_failure(self, reason: str, *, killed: bool = False) -> bool:
@@ -107,3 +108,73 @@ def test_a_signal_cancels_a_check_and_the_run_waits_for_it(number: int) -> None:
         assert is_finished.is_set()
     assert result.state is (WorkerState.STOPPED if number == 15 else WorkerState.DRAINED)
     assert workers.starts == 0
+
+
+class RetainedWorkers(OneWorker):
+    """Two workers that can regroup. A stopped one exits when the test calls `finish_worker`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left_group = False
+        self.is_stopped = threading.Event()
+        self._names: dict[int, str] = {}  # of the running workers
+        self._codes: dict[int, int] = {}
+
+    def start(self, group: WorkerGroup, on_exit: Callable[[int], None]) -> None:
+        self._names = {0: "worker 0", 1: "worker 1"}
+        super().start(group, on_exit)
+
+    def finish_worker(self, local_rank: int, code: int) -> None:
+        self._codes[local_rank] = code
+        self._on_exit(local_rank)
+
+    def reap(self, local_rank: int) -> WorkerExit:
+        del self._names[local_rank]
+        return WorkerExit(local_rank, local_rank, 1, self._codes[local_rank])
+
+    def running(self) -> dict[int, str]:
+        return dict(self._names)
+
+    def stop(self, local_ranks: Collection[int], *, force: bool = False) -> None:
+        del local_ranks, force
+        self.is_stopped.set()
+
+    def regroupable_ranks(self) -> Collection[int]:
+        return () if self.left_group else tuple(self._names)
+
+    def standby_ranks(self) -> dict[int, bool]:
+        return dict.fromkeys(self._names, True) if self.left_group else {}
+
+    def leave_group(self) -> None:
+        self.left_group = True
+
+
+def test_a_signal_cancels_a_check_while_retained_workers_are_stopped() -> None:
+    num_calls, is_checking = 0, threading.Event()
+
+    def check(is_cancelled: Callable[[], bool]) -> str:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 1:
+            return ""
+        is_checking.set()
+        wait_until("the check to be cancelled", is_cancelled)
+        return "cancelled"
+
+    workers = RetainedWorkers()
+    spec = WorkerSpec(Command("none"), local_world_size=2)
+    run = Run(ElasticAgent(spec, CountedHandler(2), workers, options=options(check)))
+    assert workers.up.wait(60)
+    workers.finish_worker(0, 1)
+    assert is_checking.wait(60)
+    run.agent.handle_signal(12)
+    assert workers.is_stopped.wait(60)
+    # The agent receives the result of the check before the worker has exited.
+    wait_until("the end of the check", lambda: not is_running("agent-prepare"))
+    workers.finish_worker(1, -15)
+    result = run.result()
+    assert (result.state, result.exit_code) == (WorkerState.DRAINED, 75), result.reason
+
+
+def is_running(name: str) -> bool:
+    return any(thread.name == name for thread in threading.enumerate())
