@@ -263,7 +263,12 @@ class ElasticAgent:
             reason: what `should_stop()` returns to the workers: "preempted" or "drain".
             time_left_s: seconds from now until this node must have left. If that is less than
                 workers usually have to save and exit, each of them gets a part of it.
+
+        Raises:
+            ConfigError: `reason` is none of these.
         """
+        if reason not in (PREEMPTED, DRAIN):
+            raise ConfigError(f"reason must be {PREEMPTED!r} or {DRAIN!r}, got {reason!r}")
         deadline = None if time_left_s is None else self._clock() + time_left_s
         self._post(DrainRequest(source, reason, deadline))
 

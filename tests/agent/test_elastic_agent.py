@@ -609,3 +609,45 @@ def test_a_stop_request_lets_workers_save_and_has_an_exit_code_of_its_own() -> N
     assert (result.state, result.exit_code) == (WorkerState.STOPPED, 76)
     assert result.reason == "received a stop request from ann"
     assert (workers.notices, workers.num_stops) == (["drain"], 0)
+
+
+class StubbornWorker(OneWorker):
+    """A worker that ignores SIGTERM, and needs a moment to end after SIGKILL."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_sigterm = threading.Event()
+
+    def stop(self, local_ranks: Collection[int], *, force: bool = False) -> None:
+        del local_ranks
+        self.has_sigterm.set()
+        if force:
+            threading.Timer(0.2, self.finish, (-9,)).start()
+
+
+def test_a_drain_without_any_time_kills_the_workers_and_is_still_a_drain() -> None:
+    workers = StubbornWorker()
+    with running(workers) as run:
+        run.agent.request_drain("a preemption notice", time_left_s=0.0)
+        result = run.result()
+    assert (result.state, result.exit_code) == (WorkerState.DRAINED, 75), result.reason
+
+
+def test_a_deadline_during_a_stop_leaves_workers_a_moment_to_end_after_sigkill() -> None:
+    workers, waited_s = StubbornWorker(), [0.0]
+    with running(workers, clock=lambda: monotonic() + waited_s[0]) as run:
+        run.agent.request_drain("an operator")
+        assert workers.has_sigterm.wait(60)
+        waited_s[0] = 20.0
+        run.agent.request_drain("a preemption notice", time_left_s=4.0)
+        result = run.result()
+    assert (result.state, result.exit_code) == (WorkerState.DRAINED, 75), result.reason
+
+
+def test_a_drain_for_an_unknown_reason_is_rejected() -> None:
+    workers = OneWorker()
+    with running(workers) as run:
+        with pytest.raises(ConfigError, match="reason must be 'preempted' or 'drain', got 'tired'"):
+            run.agent.request_drain("an operator", reason="tired")
+        workers.finish()
+        assert run.result().state is WorkerState.SUCCEEDED
