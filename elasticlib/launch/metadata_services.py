@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import queue
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from http.client import HTTPConnection, HTTPException
 from typing import Any
@@ -257,7 +257,8 @@ class AzureSource(MetadataService):
     Args:
         address: host and port of the service.
         approve_early: approve the event once the node has left the job, so that Azure need not wait
-            until its time.
+            until its time. An event of several machines is not approved, because an approval is for
+            all of them, and the others may still have to save.
     """
 
     name = "Azure"
@@ -271,7 +272,7 @@ class AzureSource(MetadataService):
         super().__init__(address)
         self._approve_early = approve_early
         self._machine = ""  # name of this virtual machine, empty until it is known
-        self._event_id = ""  # of the event that was reported
+        self._event_id = ""  # of the event to approve, empty if there is none
 
     def poll(self) -> PreemptionNotice | None:
         self._machine = self._machine or self._get(self._NAME_PATH).text
@@ -279,7 +280,8 @@ class AzureSource(MetadataService):
         event = find_scheduled_event(fields.get("Events"), self._machine)
         if event is None:
             return None
-        self._event_id = str(event.get("EventId", ""))
+        is_only_machine = event["Resources"] == [self._machine]
+        self._event_id = str(event.get("EventId", "")) if is_only_machine else ""
         return read_scheduled_event(event)
 
     def on_left(self) -> None:
@@ -309,11 +311,11 @@ def find_scheduled_event(events: object, machine: str) -> Mapping[str, Any] | No
         events: the events of an answer; a value of another form has none.
         machine: the name of this virtual machine.
     """
-    for event in events if isinstance(events, Sequence) else ():
+    for event in events if isinstance(events, list) else ():
         if not isinstance(event, dict) or event.get("EventType") not in AZURE_EVENT_TYPES:
             continue
         resources = event.get("Resources")
-        if isinstance(resources, Sequence) and machine in resources:
+        if isinstance(resources, list) and machine in resources:
             return event
     return None
 

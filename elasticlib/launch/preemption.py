@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from ..errors import format_error
+from ..sanitize import escape_to_one_line, shorten
 from ..threads import daemon_thread, start_thread
 from .backends import is_function_name
 from .flags import SettingError
@@ -20,19 +21,24 @@ from .preemption_notice import FileSource, FunctionSource, NoticeSource, Preempt
 
 log = logging.getLogger("elasticlib.launch")
 
-MAX_POLL_INTERVAL_S = 60.0  # between two polls of a source that fails again and again
+# Between two polls of a source that fails again and again. A notice may come only 30 s before.
+MAX_POLL_INTERVAL_S = 10.0
+MAX_REASON_CHARS = 200
 FILE_PREFIX = "file:"
 SERVICE_NAMES = ("auto", "aws", "aws:rebalance", "gcp", "azure", "azure:approve")
 
 
 class PreemptionWatcher:
-    """Polls a source in a thread until it has a notice.
+    """Polls a source in a thread until it has a notice with a deadline.
+
+    A first notice without a deadline counts as well. One with a deadline may follow, as an
+    interruption follows a rebalance recommendation of AWS.
 
     A source that fails is reported once and then polled more slowly, until it answers again.
 
     Args:
         source: where notices come from.
-        on_notice: receives the notice, in the thread.
+        on_notice: receives the first notice, and the first one with a deadline, in the thread.
     """
 
     def __init__(
@@ -80,9 +86,11 @@ class PreemptionWatcher:
                 if has_failed:
                     log.info("%s answers again for preemption notices", self._source.name)
                 interval, has_failed = self._source.poll_interval, False
-                if notice is not None:
+                has_deadline = notice is not None and notice.deadline_s is not None
+                if notice is not None and (has_deadline or not self._has_notice):
                     self._has_notice = True
                     self._on_notice(notice)
+                if has_deadline:
                     return
             self._is_closed.wait(interval)
 
@@ -90,7 +98,8 @@ class PreemptionWatcher:
 def describe(source: NoticeSource, notice: PreemptionNotice) -> str:
     """Return the text that names a notice in logs, events and exit reasons."""
     limit = "" if notice.deadline_s is None else f", {notice.deadline_s:.0f} s left"
-    return f"a preemption notice ({source.name}: {notice.reason}{limit})"
+    reason = shorten(escape_to_one_line(notice.reason), MAX_REASON_CHARS)
+    return f"a preemption notice ({source.name}: {reason}{limit})"
 
 
 def check_source_name(text: str) -> None:

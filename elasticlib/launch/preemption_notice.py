@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 import json
-import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ class PreemptionNotice:
         if seconds is None:
             return
         is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-        if not is_number or not 0 <= seconds < math.inf:
+        if not is_number or not 0 <= seconds <= sys.float_info.max:
             raise ConfigError(
                 f"deadline_s of a preemption notice must be seconds from 0, got {seconds!r}"
             )
@@ -95,7 +95,7 @@ def read_notice(text: str) -> PreemptionNotice | None:
         return None
     try:
         fields = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # brackets can be nested too deep
         fields = None
     if not isinstance(fields, dict):
         return PreemptionNotice(" ".join(text.split()))

@@ -28,7 +28,12 @@ from elasticlib.launch.metadata_services import (
     read_instance_action,
     read_scheduled_event,
 )
-from elasticlib.launch.preemption import PreemptionWatcher, open_source, watch_for_preemption
+from elasticlib.launch.preemption import (
+    PreemptionWatcher,
+    describe,
+    open_source,
+    watch_for_preemption,
+)
 from elasticlib.launch.preemption_notice import (
     FileSource,
     FunctionSource,
@@ -196,6 +201,16 @@ def test_an_azure_event_is_approved_only_with_its_option() -> None:
             assert [b"event-1" for body in server.bodies if b'"event-1"' in body] == bodies
 
 
+def test_an_azure_event_of_several_machines_is_not_approved_for_the_others() -> None:
+    with serving("azure") as (server, address):
+        server.machines = ["another", MACHINE]
+        server.send_notice()
+        source = AzureSource(address, approve_early=True)
+        assert source.poll() is not None
+        source.on_left()
+        assert not server.bodies
+
+
 @given(
     st.recursive(
         st.none() | st.text() | st.integers(),
@@ -255,8 +270,13 @@ def test_every_text_of_a_file_is_a_notice(text: str) -> None:
     assert (read_notice(text.strip()) is None) == (not text.strip())
 
 
+def test_brackets_that_are_nested_too_deep_are_a_notice() -> None:
+    text = "[" * 4096
+    assert read_notice(text) == PreemptionNotice(text)
+
+
 def test_a_wrong_deadline_in_a_file_is_reported_and_is_still_a_notice() -> None:
-    for wrong in ('"soon"', "-1", "1e999", "true", "[]"):
+    for wrong in ('"soon"', "-1", "1e999", "1" + 400 * "0", "true", "[]"):
         notice = read_notice(f'{{"reason": "r", "deadline_s": {wrong}}}')
         assert notice is not None
         assert notice.deadline_s is None
@@ -339,19 +359,29 @@ def test_a_failing_source_is_reported_once_and_its_notice_still_arrives(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-    notice = PreemptionNotice("going")
+    notice = PreemptionNotice("going", 30.0)
     source = ScriptedSource(OSError("no route"), ValueError("bad"), None, notice, notice)
     watcher, notices = watch(source)
     wait_until("the notice", lambda: notices)
     watcher.close()
     assert notices == [notice]
-    assert source.results == [notice], "the watch ends with the first notice"
+    assert source.results == [notice], "the watch ends with the notice"
     assert source.has_left
     warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert warnings == [
         "cannot ask for preemption notices (script): OSError: no route; trying again more slowly"
     ]
     assert "script answers again for preemption notices" in caplog.text
+
+
+def test_a_notice_with_a_deadline_follows_one_without() -> None:
+    early, late = PreemptionNotice("rebalance recommendation"), PreemptionNotice("interruption", 9)
+    source = ScriptedSource(early, early, None, OSError("no route"), late, late)
+    watcher, notices = watch(source)
+    wait_until("both notices", lambda: len(notices) == 2)
+    watcher.close()
+    assert notices == [early, late]
+    assert source.results == [late], "the watch ends with the deadline"
 
 
 def test_a_watcher_without_a_notice_leaves_no_thread(tmp_path: Path) -> None:
@@ -367,6 +397,13 @@ def test_a_notice_is_described_with_its_source_and_time(tmp_path: Path) -> None:
     with watch_for_preemption(f"file:{tmp_path / 'notice'}", lambda *call: calls.append(call)):
         wait_until("the notice", lambda: calls)
     assert calls == [("a preemption notice (file: maintenance, 90 s left)", 90)]
+
+
+def test_a_long_reason_of_several_lines_is_described_in_one_short_line() -> None:
+    text = describe(ScriptedSource(), PreemptionNotice("maintenance\nof rack 7 " + 999 * "x"))
+    assert text.startswith(r"a preemption notice (script: maintenance\x0aof rack 7 xxx")
+    assert len(text) < 300
+    assert text.isprintable()
 
 
 def test_the_server_of_these_tests_rejects_what_the_services_reject() -> None:
