@@ -36,6 +36,14 @@ MAX_OUTPUT_BYTES = 4096  # the last bytes of the output are kept
 MAX_LINE_CHARS = 300  # of the output, in the reason
 MAX_COMMAND_CHARS = 100  # of the command, in the reason
 
+# A file in the working directory, such as queue.py, must not replace a module that the check needs.
+# The workers of a script do not find such a file either.
+_BUILTIN_PROGRAM = (
+    "import sys; sys.path[:] = [*filter(None, sys.path), {root!r}]; "
+    "from elasticlib.launch.builtin_check import main; sys.exit(main())"
+)
+_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
 # The shell runs the command in a process group of its own. Another process of the group waits for
 # the end of a pipe that only the agent holds, so that the check does not outlive a killed agent.
 _SCRIPT = """
@@ -103,7 +111,7 @@ def builtin_command(config: LaunchConfig) -> str:
     args += [text for endpoint in endpoints for text in ("--endpoint", endpoint)]
     if config.log_dir is not None:
         args += ["--directory", config.log_dir]
-    return shlex.join([sys.executable, "-m", "elasticlib.launch.builtin_check", *args])
+    return shlex.join([sys.executable, "-c", _BUILTIN_PROGRAM.format(root=_ROOT), *args])
 
 
 def describe_consequence(min_nodes: int, max_nodes: int) -> str:

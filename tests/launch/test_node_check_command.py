@@ -141,7 +141,17 @@ def test_the_builtin_check_gets_the_store_and_the_directories(tmp_path: Path) ->
     command = builtin_command(parse([*place, *etcd, __file__])[0])
     assert "--endpoint h1:2379 --endpoint h2:1 " in command
     command = builtin_command(parse(["--standalone", __file__])[0])
-    assert command.endswith("-m elasticlib.launch.builtin_check")
+    assert command.endswith("from elasticlib.launch.builtin_check import main; sys.exit(main())'")
+
+
+def test_a_file_in_the_working_directory_does_not_break_the_builtin_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("queue", "argparse", "elasticlib"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('not the module of Python')\n")
+    monkeypatch.chdir(tmp_path)
+    command = builtin_command(parse(["--standalone", __file__])[0])
+    assert check(command) == ""
 
 
 def test_the_reason_names_the_consequence_for_the_job() -> None:
