@@ -368,8 +368,9 @@ class GlobalPositionIterable:
     def state_dict(self) -> dict[str, Any]:
         """Return the position as a dict of integers and one string, the same on every rank.
 
-        A warning is issued once if samples were drawn between two calls and `advance` was never
-        called, because the state is then not the position of the training.
+        A warning is issued once if `advance` was never called and samples were drawn between two
+        calls, because the state is then not the position of the training. The first of the two
+        calls must come after the first sample was drawn: a loader may read ahead before a step.
         """
         _warn(self.progress.no_counts_warning())
         return encode(self.position)

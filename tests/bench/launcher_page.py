@@ -94,8 +94,9 @@ README_HEADER = (
     f"samples kept, {SLOW_START_S:g} s start",
 )
 README_DEFINITIONS = (
-    "*Samples kept*: trained samples as a share of those that the same training reaches without "
-    "launcher and kills in the same time. *Pause*: the longest time without a step after a kill. "
+    "*Samples kept*: the number of samples that the training has completed, divided by the number "
+    "that it completes in the same time without a launcher, checkpoints and kills. *Pause*: the "
+    "longest time without a step after a kill. "
     f"*{SLOW_START_S:g} s start*: each start of a worker takes {SLOW_START_S:g} s longer."
 )
 

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import re
 import shlex
+import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed.run as torchrun
 from pages import read_page
 
-from elasticlib import Command, Module, Script, WorkerSpec
+from elasticlib import (
+    CheckpointManager,
+    Command,
+    ElasticDistributedSampler,
+    Module,
+    Script,
+    WorkerSpec,
+)
 from elasticlib.defaults import UNSUPPORTED_TORCHRUN_OPTIONS
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import parse_launch
@@ -20,6 +29,9 @@ TEXT, BLOCKS = read_page("migrate_from_torchrun.md")
 ROWS = re.findall(r"^\| `(--[a-z-]+)`[^|]*\| (\w+) \| ", TEXT, re.MULTILINE)
 VARIABLES = dict(re.findall(r"^\| `([A-Z_]+)` \| (.*) \|$", TEXT, re.MULTILINE))
 LINES = [line for name, code in BLOCKS if name == "sh" for line in code.splitlines()]
+(DIFF,) = (code for name, code in BLOCKS if name == "diff")
+(LOADING,) = (code for name, code in BLOCKS if name == "python")
+RESTORING = "    step = manager.restore(state).step\n"
 
 DIFFERENT = {
     "--rdzv-conf": "--rdzv-conf colour=red SCRIPT",
@@ -149,3 +161,60 @@ def test_commands_of_the_page_select_the_documented_entrypoints() -> None:
     ]
     backends = [request.config.rdzv_backend for request in requests[:3]]
     assert backends == ["tcp", "tcp", "static"]
+
+
+def script_of_the_diff(other_side: str) -> str:
+    """Return the script on one side of the diff, without the lines of the other side."""
+    lines = [line[1:] for line in DIFF.splitlines() if not line.startswith(other_side)]
+    return "\n".join(lines) + "\n"
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make this process the only rank of a job, in an empty directory."""
+    monkeypatch.chdir(tmp_path)
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+def run_old_script_for_one_epoch() -> None:
+    old = script_of_the_diff("+")
+    assert old.count("range(first, 3)") == 1
+    exec(old.replace("range(first, 3)", "range(first, 1)"), {})
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_changed_script_trains_the_epochs_that_the_old_script_has_not_trained() -> None:
+    run_old_script_for_one_epoch()
+    new = script_of_the_diff("-")
+    assert new.count(RESTORING) == 1
+    new = new.replace(RESTORING, textwrap.indent(LOADING, "    "))
+    for last_epoch, steps in ((2, [32, 64]), (3, [32, 64, 96])):
+        exec(new.replace("range(sampler.epoch, 3)", f"range(sampler.epoch, {last_epoch + 1})"), {})
+        with CheckpointManager("checkpoints") as manager:
+            assert manager.steps() == steps
+            sampler = manager.load()["sampler"]
+        assert (sampler["epoch"], sampler["consumed"]) == (last_epoch, 256)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_file_of_the_old_script_is_loaded_only_if_nothing_else_is_found() -> None:
+    run_old_script_for_one_epoch()
+    old = torch.load("old.pt")
+    linear = torch.nn.Linear(8, 1)
+    wrapper = torch.nn.Sequential()
+    wrapper.module = linear  # as in DistributedDataParallel
+    optimizer = torch.optim.SGD(linear.parameters(), lr=0.1, momentum=0.9)
+    sampler = ElasticDistributedSampler(range(256), 1, 0)
+    names = {"torch": torch, "model": wrapper, "optimizer": optimizer, "sampler": sampler}
+    names["state"] = {"model": linear, "optimizer": optimizer, "sampler": sampler}
+    with CheckpointManager("checkpoints") as manager:
+        exec(LOADING, names | {"manager": manager})
+        torch.testing.assert_close(linear.state_dict(), old["model"])
+        torch.testing.assert_close(optimizer.state_dict(), old["optimizer"])
+        assert sampler.epoch == 1
+        torch.nn.init.zeros_(linear.weight)
+        manager.save(7, names["state"])
+        exec(LOADING, names | {"manager": manager})
+        assert not linear.weight.any()
