@@ -134,7 +134,7 @@ class Store(abc.ABC):
         """Block until a key under `prefix` has changed since version `after`.
 
         The default compares the version of the whole store every 20 ms, because a listing does not
-        show which keys were deleted. So it may also return True after a change under another prefix.
+        show which keys were deleted. So it may also return True after a change of other keys.
 
         Args:
             prefix: The prefix of the keys; "" for all keys.
