@@ -237,6 +237,7 @@ class ElasticAgent:
         self._num_starts = 0  # number of starts of workers
         self._start_numbers: dict[int, int] = {}  # the start of each worker, by local rank
         self._own_restarts = 0  # restarts that the handler does not count
+        self._restart_generation = 0  # whose workers an operator wants to restart; 0: none
         self._has_warned_no_steps = False
         self._has_stop_signal = False  # a stop signal has arrived by the time of the final write
 
@@ -469,7 +470,8 @@ class ElasticAgent:
                 return self._on_generation(message)
             case Change():
                 self._reporter.on_change(message)
-                return policy.MembershipChanged(message, self._slots.can_regroup())
+                change = self._with_requested_restart(message)
+                return policy.MembershipChanged(change, self._slots.can_regroup())
             case Exception():
                 return self._on_rendezvous_error(message)
             case WorkerExitNotice(local_rank):
@@ -552,11 +554,24 @@ class ElasticAgent:
         is_running = self._now.state is AgentState.RUNNING
         if not is_running or info is None or info.generation != request.generation:
             return
-        if not self._handler.report_restart(request.source):
+        if self._handler.report_restart(request.source):
+            self._restart_generation = info.generation
+        else:
             log.warning(
                 "%s does not support a restart on request: the workers continue",
                 type(self._handler).__name__,
             )
+
+    def _with_requested_restart(self, change: Change) -> Change:
+        """Return a restart for a resize that the leader began before it read the request.
+
+        Workers that can regroup would continue otherwise.
+        """
+        info = self._info
+        is_requested = info is not None and info.generation == self._restart_generation
+        if is_requested and change.kind is ChangeKind.RESIZE:
+            return attrs.evolve(change, kind=ChangeKind.RESTART)
+        return change
 
     def _can_notify(self, reason: str) -> bool:
         """Return True if the workers have a stop notice, or accept one now."""

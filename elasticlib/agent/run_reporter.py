@@ -95,7 +95,7 @@ def summary(event: AgentEvent) -> str:
             return event.exit.describe()
         case policy.MembershipChanged():
             return event.change.reason
-        case policy.ComponentFailed():
+        case policy.ComponentFailed() | policy.HangDetected() | policy.WorkerStartFailed():
             return event.reason
         case policy.SignalReceived() | policy.DrainRequested():
             return event.name

@@ -132,7 +132,7 @@ class PeerGroup:
 
         Args:
             action: returns a JSON value.
-            failure: see `run_on_all`.
+            failure: what a rank failed to do, as in `run_on_all`.
 
         Raises:
             CheckpointError: the action failed on another rank, or a rank was lost. The exception of
@@ -308,7 +308,7 @@ def raise_first_error(errors: RankErrors, failure: str, cause: Exception | None 
 
     Args:
         errors: the errors of all ranks.
-        failure: see `PeerGroup.run_on_all`.
+        failure: what the rank failed to do, for the message: `rank 3 {failure}: {error}`.
         cause: the exception of this rank, if it failed.
 
     Raises:

@@ -478,7 +478,7 @@ class StepLoop:
         self._has_state = self._is_complete = True
 
     def _restore(self, members: Sequence[MemberStatus]) -> None:
-        """Restore the newest state that the manager finds. Without one, a new job starts."""
+        """Restore the newest state that the manager finds. Without one, keep the initial state."""
         self._is_complete = False
         result = None if self._manager is None else self._manager.restore(self._parts)
         if result:

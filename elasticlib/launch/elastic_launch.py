@@ -147,7 +147,8 @@ def run_node(
         journal = stack.enter_context(
             open_journal(config, workers, rendezvous.node_id, endpoint=rendezvous.serves_at)
         )
-        _log_start(config, journal.run_selector)
+        # A handler that a plug-in opened has no store from which a status can be read.
+        _log_start(config, "" if rendezvous.store is None else journal.run_selector)
         agent = ElasticAgent(
             worker_spec(config, entrypoint),
             rendezvous.handler,

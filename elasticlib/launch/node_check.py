@@ -13,7 +13,6 @@ import select
 import shlex
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from typing import IO
 
@@ -21,6 +20,7 @@ import attrs
 
 from ..clock import monotonic
 from ..errors import require_not_none
+from ..python_command import python_command
 from ..sanitize import escape_control_chars, escape_to_one_line, shorten
 from ..signals import signal_name
 from .launch_config import TCP_BACKENDS, LaunchConfig
@@ -35,14 +35,6 @@ READ_BYTES = 64 * 1024  # a pipe holds no more, so that one read takes all that 
 MAX_OUTPUT_BYTES = 4096  # the last bytes of the output are kept
 MAX_LINE_CHARS = 300  # of the output, in the reason
 MAX_COMMAND_CHARS = 100  # of the command, in the reason
-
-# A file in the working directory, such as queue.py, must not replace a module that the check needs.
-# The workers of a script do not find such a file either.
-_BUILTIN_PROGRAM = (
-    "import sys; sys.path[:] = [*filter(None, sys.path), {root!r}]; "
-    "from elasticlib.launch.builtin_check import main; sys.exit(main())"
-)
-_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 # The shell runs the command in a process group of its own. Another process of the group waits for
 # the end of a pipe that only the agent holds, so that the check does not outlive a killed agent.
@@ -111,7 +103,7 @@ def builtin_command(config: LaunchConfig) -> str:
     args += [text for endpoint in endpoints for text in ("--endpoint", endpoint)]
     if config.log_dir is not None:
         args += ["--directory", config.log_dir]
-    return shlex.join([sys.executable, "-c", _BUILTIN_PROGRAM.format(root=_ROOT), *args])
+    return shlex.join(python_command("elasticlib.launch.builtin_check", *args))
 
 
 def describe_consequence(min_nodes: int, max_nodes: int) -> str:

@@ -37,6 +37,8 @@ from ..observe.runs import RunRegistration, remove_old_records
 from ..observe.stack_query import NodeStacks, StackResponder
 from ..observe.totals import totals_of
 from ..rendezvous.handler import DynamicRendezvousHandler
+from ..rendezvous.interface import RendezvousHandler
+from ..rendezvous.membership import Node
 from ..stores.file_store import FileStore
 from ..workers.interface import DRAIN, Workers
 from ..workers.local_workers import LocalWorkers
@@ -256,28 +258,45 @@ class MissingRestoreWarning(EventListener):
 
 @contextlib.contextmanager
 def observe_node(
-    handler: DynamicRendezvousHandler,
+    handler: RendezvousHandler,
     workers: Workers,
     path: str | os.PathLike[str],
     *,
+    node: Node | None = None,
     on_event: Callable[[Event], object] | None = None,
 ) -> Iterator[NodeJournal]:
     """Yield the journal for an `ElasticAgent` of a custom launcher.
 
-    While the agent runs, `elasticlib status` finds this node in the store of the job.
+    While the agent runs, `elasticlib status` finds this node in the store of the job, if the
+    handler is a `DynamicRendezvousHandler`. Handlers of other classes have no such store.
 
     Args:
         handler: the rendezvous of the agent.
         workers: the workers of the agent.
         path: the file to which events are appended, for `elasticlib report`.
+        node: this node; by default, the node of a `DynamicRendezvousHandler`.
         on_event: called with each event of this node, as `on_event` of a `LaunchConfig` is.
+
+    Raises:
+        ConfigError: `node` is missing, and the handler has no node.
     """
-    run_id, node = handler.get_run_id(), handler.node
+    run_id = handler.get_run_id()
+    if isinstance(handler, DynamicRendezvousHandler):
+        node = node or handler.node
+    if node is None:
+        raise ConfigError(
+            f"observe_node needs node=Node(...), because {type(handler).__name__} is no "
+            "DynamicRendezvousHandler, which has a node"
+        )
     with contextlib.ExitStack() as stack:
         hooks = [] if on_event is None else [stack.enter_context(EventHook(on_event))]
         journal = NodeJournal(run_id, node.id, path, listeners=hooks)
         stack.callback(journal.close)
         journal.record("run.started", host=node.host, pid=os.getpid(), slots=node.slots)
+
+        if not isinstance(handler, DynamicRendezvousHandler):
+            yield journal
+            return
 
         def report() -> NodeReport:
             return NodeReport.at(monotonic(), journal.status(workers.heartbeats()))

@@ -439,7 +439,7 @@ class ControlResponder(StoreResponder):
         read_activity: returns what the node is doing.
         act: passes a request to the agent; returns at once.
         host: name of the node in its answers.
-        poll_interval: seconds between listings of a store whose `wait` itself polls; 0 to wait.
+        poll_interval: seconds between two listings of the requests; 0 to call `Store.wait`.
         clock: monotonic clock.
     """
 

@@ -58,7 +58,7 @@ class NodeReport:
 
     @property
     def current_uptime_seconds(self) -> float:
-        """Seconds since the agent started, up to when this report was made or read."""
+        """Seconds since the start of the agent, at the time when this report was made or read."""
         return round(self.uptime_seconds + (self.age_seconds or 0.0), 3)
 
     @classmethod

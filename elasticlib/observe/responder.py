@@ -23,15 +23,16 @@ RETRY_INTERVAL_S = 0.5
 class StoreResponder(abc.ABC):
     """Answers requests on one node, from `with` to its end. Failures never affect the job.
 
-    Its thread exists only while there are requests, if the store can report changes. Otherwise the
-    thread waits for them.
+    If the store can report changes (`Store.watch`), the thread of the responder exists only while
+    there are requests. Otherwise it always exists, and waits for the next change.
 
     Args:
         name: the name of the thread.
         store: the store of the job.
         prefix: the prefix of the keys of the requests.
         consequence: what does not work after a failure, as a part of the log message.
-        poll_interval: seconds between listings of a store whose `wait` itself polls; 0 to wait.
+        poll_interval: seconds between two listings of the requests; 0 to call `Store.wait`. Useful
+            for a store whose `wait` polls more often than requests need.
     """
 
     def __init__(

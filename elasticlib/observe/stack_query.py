@@ -253,7 +253,7 @@ class StackResponder(StoreResponder):
         run_id: id of the job.
         node_id: id of the node.
         read_stacks: returns the stacks of some ranks or of all; can take some seconds.
-        poll_interval: seconds between listings of a store whose `wait` itself polls; 0 to wait.
+        poll_interval: seconds between two listings of the requests; 0 to call `Store.wait`.
     """
 
     def __init__(

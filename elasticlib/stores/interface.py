@@ -133,8 +133,8 @@ class Store(abc.ABC):
     def wait(self, prefix: str, *, after: int, timeout: float) -> bool:
         """Block until a key under `prefix` has changed since version `after`.
 
-        The default compares the version of the store every 20 ms. It also returns True if a key
-        under another prefix has changed, because a listing does not show what was deleted.
+        The default compares the version of the whole store every 20 ms, because a listing does not
+        show which keys were deleted. So it may also return True after a change of other keys.
 
         Args:
             prefix: The prefix of the keys; "" for all keys.

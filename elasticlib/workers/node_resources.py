@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ..errors import ConfigError
+from ..python_command import python_command
 
 CpuSet = frozenset[int]
 
@@ -57,7 +58,7 @@ def numa_cpu_sets(
     Raises:
         ConfigError: This torch has no torch.numa, or torch.numa cannot bind the workers here.
     """
-    command = [sys.executable, "-m", __name__, binding, str(local_world_size)]
+    command = python_command(__name__, binding, str(local_world_size))
     try:
         probe = subprocess.run(
             command,

@@ -651,3 +651,43 @@ def test_a_drain_for_an_unknown_reason_is_rejected() -> None:
             run.agent.request_drain("an operator", reason="tired")
         workers.finish()
         assert run.result().state is WorkerState.SUCCEEDED
+
+
+class SavingWorker(OneWorker):
+    """A worker that exits at a notice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reasons: list[str] = []
+
+    def notify(self, notice: StopNotice) -> bool:
+        self.reasons.append(notice.reason)
+        self.finish()
+        return True
+
+
+class ResizingHandler(SingleNodeHandler):
+    """A rendezvous whose leader begins a resize before it reads a request to restart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_resizing = threading.Event()
+
+    def report_restart(self, reason: str) -> bool:
+        del reason
+        self.is_resizing.set()
+        return True
+
+    def wait_for_change(self, timeout: float) -> Change | None:
+        if self.is_resizing.wait(min(timeout, 0.02)):
+            self.is_resizing.clear()
+            return Change(ChangeKind.RESIZE, "b joined")
+        return None
+
+
+def test_a_restart_that_is_requested_during_a_resize_is_not_lost() -> None:
+    workers = SavingWorker()
+    with running(workers, ResizingHandler()) as run:
+        run.agent.request_restart("an operator", 1)
+        wait_until("the second generation", lambda: workers.starts == 2)
+        assert workers.reasons == ["restart"]

@@ -122,7 +122,7 @@ def test_hung_workers_are_restarted_after_their_stacks_are_written(job: Job) -> 
     first = job.wait_for_world(2)
     again = job.wait_for_world(2, after=generation_of(first))
     assert [report["TORCHELASTIC_RESTART_COUNT"] for report in again] == ["1", "1"]
-    message = r"hung: rank \d on \S+ is at step 19, inactive for \d\.\d s; so are the others"
+    message = r"hung: rank \d on \S+ is at step 19, inactive for \d\.\d s; the others are too"
     for node in nodes:
         assert re.search(message, node.text), node.text
         (stacks,) = logs[node.name].glob("*/attempt_0/0/stacks.txt")

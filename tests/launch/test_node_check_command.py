@@ -141,7 +141,7 @@ def test_the_builtin_check_gets_the_store_and_the_directories(tmp_path: Path) ->
     command = builtin_command(parse([*place, *etcd, __file__])[0])
     assert "--endpoint h1:2379 --endpoint h2:1 " in command
     command = builtin_command(parse(["--standalone", __file__])[0])
-    assert command.endswith("from elasticlib.launch.builtin_check import main; sys.exit(main())'")
+    assert "elasticlib.launch.builtin_check" in command
 
 
 def test_a_file_in_the_working_directory_does_not_break_the_builtin_check(

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+from single_worker_agent import OneWorker, SingleNodeHandler, running
+
+from elasticlib import Node, WorkerState, observe_node, read_history
+from elasticlib.errors import ConfigError
 from elasticlib.launch.launch_config import LaunchConfig
 from elasticlib.launch.observability import publish_status, stacks_of
 from elasticlib.launch.rendezvous_setup import open_rendezvous
+from elasticlib.observe.history import JobState
 from elasticlib.observe.journal import NodeJournal
 from elasticlib.observe.node_status import StatusReader
 from elasticlib.testing.waiting import DEFAULT_TIMEOUT_S, wait_until
@@ -51,3 +58,18 @@ def test_node_publishes_the_age_of_its_last_contact_with_the_store() -> None:
         (published,) = StatusReader(store, run_id).read().values()
     assert published.store_contact_age_seconds is not None
     assert 0 <= published.store_contact_age_seconds < DEFAULT_TIMEOUT_S
+
+
+def test_events_of_an_agent_with_a_custom_handler_are_recorded(tmp_path: Path) -> None:
+    path, workers, handler = tmp_path / "events.jsonl", OneWorker(), SingleNodeHandler()
+    with (
+        pytest.raises(ConfigError, match=r"node=Node\(\.\.\.\), because SingleNodeHandler"),
+        observe_node(handler, workers, path),
+    ):
+        raise AssertionError
+    node = Node("n-1", "n", "127.0.0.1", slots=1)
+    with observe_node(handler, workers, path, node=node) as journal:  # noqa: SIM117
+        with running(workers, handler, journal=journal) as run:
+            workers.finish()
+            assert run.result().state is WorkerState.SUCCEEDED
+    assert read_history(path).state is JobState.SUCCEEDED

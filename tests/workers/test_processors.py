@@ -60,6 +60,17 @@ def test_error_has_the_reason_of_torch_numa(fake_torch: dict[str, str]) -> None:
         numa_cpu_sets("node", 3, fake_torch)
 
 
+def test_a_file_in_the_working_directory_does_not_prevent_the_binding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_torch: dict[str, str]
+) -> None:
+    (folder := tmp_path / "working").mkdir()
+    for name in ("queue", "inspect", "elasticlib"):
+        (folder / f"{name}.py").write_text("raise RuntimeError('not the module of Python')\n")
+    expected = numa_cpu_sets("node", 1, fake_torch)
+    monkeypatch.chdir(folder)
+    assert numa_cpu_sets("node", 1, fake_torch) == expected
+
+
 def test_torch_without_torch_numa_is_rejected_with_its_version(
     tmp_path: Path, fake_torch: dict[str, str]
 ) -> None:
