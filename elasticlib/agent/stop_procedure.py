@@ -328,7 +328,7 @@ class StopProcedure:
             commands.append(SignalWorkers(f"{self._notice_end()}, sending SIGTERM: {running}"))
         if self.stage < StopStage.KILL <= stage:
             late = f"still running {timeouts.shutdown_timeout:g} s after SIGTERM"
-            reason = "did not exit in time" if self.was_escalated else late
+            reason = "a further signal arrived" if self.was_escalated else late
             commands.append(SignalWorkers(f"{reason}, killing: {running}", force=True))
         if stage is StopStage.GIVE_UP:
             commands.append(WorkersStopped(unkillable=running))

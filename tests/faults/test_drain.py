@@ -186,7 +186,7 @@ def test_each_further_signal_skips_to_the_next_step_of_stopping_workers(
     agent.signal(signal.SIGINT)
     assert agent.exit_code() == 75
     # The worker that has exited may not have been reaped yet.
-    message = rf"did not exit in time, killing: (pid {workers[0]}, )?pid {workers[1]}\b"
+    message = rf"a further signal arrived, killing: (pid {workers[0]}, )?pid {workers[1]}\b"
     assert re.search(message, agent.text), agent.text
     assert not (job.folder / "saved.1.1").exists()
 
