@@ -173,7 +173,7 @@ class StopProcedure:
     is_leaving: bool = False  # the workers know that their group is over
     started_at: float = 0.0  # start of the stages
     stage: StopStage = StopStage.NOTICE
-    was_escalated: bool = False
+    is_killed_early: bool = False  # a further signal has ended the time after SIGTERM
     notice: StopNotice | None = None  # the current notice, None without one
     deadline: float = 0.0  # end of the time to agree on a call
     own_proposal: StopProposal | None = None  # what this node has published
@@ -267,7 +267,8 @@ class StopProcedure:
         if self.stage >= StopStage.KILL or is_overdue:
             return self
         started_at = self.started_at - self.time_to_next_stage(now)
-        return attrs.evolve(self, was_escalated=True, started_at=started_at)
+        is_killed_early = self.stage is StopStage.TERM
+        return attrs.evolve(self, is_killed_early=is_killed_early, started_at=started_at)
 
     def on_proposals(self, messages: Mapping[str, bytes] | None) -> StopProcedure:
         """Store the proposals of all nodes. None: the other nodes cannot be reached."""
@@ -328,7 +329,7 @@ class StopProcedure:
             commands.append(SignalWorkers(f"{self._notice_end()}, sending SIGTERM: {running}"))
         if self.stage < StopStage.KILL <= stage:
             late = f"still running {timeouts.shutdown_timeout:g} s after SIGTERM"
-            reason = "a further signal arrived" if self.was_escalated else late
+            reason = "a further signal arrived" if self.is_killed_early else late
             commands.append(SignalWorkers(f"{reason}, killing: {running}", force=True))
         if stage is StopStage.GIVE_UP:
             commands.append(WorkersStopped(unkillable=running))
