@@ -161,7 +161,7 @@ def test_readme_without_the_markers_of_the_table_is_rejected() -> None:
 def run(*flags: str) -> subprocess.CompletedProcess[str]:
     """Run the program, and return its result."""
     command = [sys.executable, compare_launchers.__file__, *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
 
 
 @pytest.mark.parametrize(
@@ -185,6 +185,7 @@ def test_invalid_options_are_rejected(
 
 
 @pytest.mark.long
+@pytest.mark.timeout(420)
 def test_run_of_elasticrun_counts_kills_and_a_missing_launcher_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "outcomes.json"
     # This interpreter has no launcher installed.

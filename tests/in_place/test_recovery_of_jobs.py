@@ -88,7 +88,8 @@ def test_all_workers_are_killed_while_a_group_forms_and_restored_from_memory(
     assert min(worker.committed[0][0] for worker in after) >= step
     assert training.wait_for_success() == train_undisturbed(job, EPOCHS)
     training.check_nothing_is_lost()
-    assert training.sources() == {"memory"}
+    # The replacement of the first worker may have joined before the others were killed.
+    assert training.sources() - {"peer"} == {"memory"}
 
 
 @needs_newest
