@@ -34,7 +34,7 @@ BARE := tests/faults/test_recovery.py tests/checkpoint/test_restore_on_all_ranks
 BY_FILE := --dist loadfile --no-loadscope-reorder
 FAST := not (processes or long or release)
 
-# Without this line, each of the many processes that tests start could compile elasticlib again.
+# With this variable, each of the many processes that tests start compiles elasticlib again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo picture test test-processes test-long test-bare test-integrations test-newest test-busy \
@@ -42,7 +42,7 @@ unexport PYTHONDONTWRITEBYTECODE
 	soak clean
 
 help:
-	@echo "make test       tests of one process or a few: three minutes on two cores"
+	@echo "make test       tests of one process or a few: three to five minutes on two cores"
 	@echo "make lint       ruff: rules and format"
 	@echo "make types      mypy --strict"
 	@echo "make docs       build the documentation into build/docs; warnings are errors"

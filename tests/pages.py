@@ -8,6 +8,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
+
 DOCS = Path(__file__).parent.parent / "docs"
 
 
@@ -20,6 +22,14 @@ def read_page(name: str) -> tuple[str, list[tuple[str, str]]]:
 def name_blocks(codes: list[str]) -> dict[str, str]:
     """Return the files that the blocks contain, by the name in the comment at their start."""
     return {code.split("\n")[0].removeprefix("# "): code for code in codes}
+
+
+def become_only_rank(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make this process the only rank of a job, in this directory."""
+    monkeypatch.chdir(folder)
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
 
 
 def check_suite_passes(

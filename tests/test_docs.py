@@ -94,25 +94,18 @@ def recorded_runs() -> list[timeline.Run]:
     return timeline.runs_from_json(json.loads(survives.RECORD.read_text()))
 
 
-def spans_of_first_worker(run: timeline.Run) -> list[timeline.Span]:
-    """Return the spans of the worker that is in all generations, by generation."""
-    spans = [span for span in run.spans if (span.node, span.local_rank) == ("node A", 0)]
-    return sorted(spans, key=lambda span: span.generation)
-
-
-def check_no_step_is_missing(run: timeline.Run) -> None:
-    own = spans_of_first_worker(run)
-    assert all(b.first_step <= a.last_step + 1 for a, b in pairwise(own))
-
-
 def check_elastic_run(run: timeline.Run) -> None:
     """Check that the job continued after each fault, and that no step is missing."""
     assert [fault.label for fault in run.faults] == [
         *("kill a worker", "start node B", "kill node B", "kill a worker")
     ]
     assert not any(fault.is_missed for fault in run.faults)
-    assert [span.generation for span in spans_of_first_worker(run)] == [1, 2, 3, 4, 5]
-    check_no_step_is_missing(run)
+    own = sorted(
+        (span for span in run.spans if (span.node, span.local_rank) == ("node A", 0)),
+        key=lambda span: span.generation,
+    )
+    assert [span.generation for span in own] == [1, 2, 3, 4, 5]
+    assert all(b.first_step <= a.last_step + 1 for a, b in pairwise(own))
     third = {(span.node, span.local_rank) for span in run.spans if span.generation == 3}
     assert third == {("node A", 0), ("node A", 1), ("node B", 0)}
 
@@ -167,7 +160,5 @@ def test_picture_names_its_axes_and_has_a_legend() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_job_of_the_picture_loses_no_step(tmp_path: Path) -> None:
-    run = survives.play(survives.LAUNCHERS[0], tmp_path)
-    # The faults have fixed times, at which a busy machine may not have recovered from the last one.
-    assert len(spans_of_first_worker(run)) > 1
-    check_no_step_is_missing(run)
+    # A busy machine needs more time than the picture shows to recover before the next fault.
+    check_elastic_run(survives.play(survives.LAUNCHERS[0], tmp_path, slowdown=2.5))

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from pages import become_only_rank
 from torch.nn.parallel import DistributedDataParallel
 
 import elasticlib
@@ -102,10 +103,7 @@ class StopAt:
 @pytest.fixture
 def one_rank(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make this process the only rank of a job, in the directory with the script."""
-    monkeypatch.chdir(folder)
-    variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+    become_only_rank(folder, monkeypatch)
 
 
 NUM_STEPS_OF_EPOCH = 256 // 8  # with one rank

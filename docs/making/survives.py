@@ -153,28 +153,34 @@ SCHEDULE: Sequence[tuple[float, str, Callable[[Job], bool | None]]] = (
 )
 
 
-def play(launcher: Launcher, directory: Path) -> Run:
+def play(launcher: Launcher, directory: Path, *, slowdown: float = 1.0) -> Run:
     """Run the job, and cause the faults of the schedule.
+
+    Args:
+        launcher: The launcher of the job.
+        directory: An empty directory.
+        slowdown: A factor of all times, for a machine that is too busy for the schedule.
 
     Raises:
         TimeoutError: no step was completed at the start.
     """
+    duration_s = slowdown * DURATION_S
     job, faults, load = Job(launcher, directory), [], round(os.getloadavg()[0], 1)
     try:
         job.start_node(NODE_A, 2)
         zero = job.wait_for_first_step()
         for at, label, cause in SCHEDULE:
-            time.sleep(max(0.0, zero + at - time.monotonic()))
+            time.sleep(max(0.0, zero + slowdown * at - time.monotonic()))
             happened_at = round(time.monotonic() - zero, 3)
             faults.append(Fault(happened_at, label, is_missed=cause(job) is False))
-        time.sleep(max(0.0, zero + DURATION_S - time.monotonic()))
+        time.sleep(max(0.0, zero + duration_s - time.monotonic()))
         spans = job.read_spans(zero)
         has_succeeded = job.finish()
         if launcher.name == "elasticrun" and not has_succeeded:
             raise RuntimeError(f"the job failed: {job.read_logs()}")
     finally:
         job.close()
-    return Run(launcher.name, DURATION_S, load, faults, spans)
+    return Run(launcher.name, duration_s, load, faults, spans)
 
 
 def _free_port() -> int:

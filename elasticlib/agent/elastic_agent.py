@@ -121,7 +121,7 @@ class DrainRequest:
 
 @attrs.frozen
 class RestartRequest:
-    """All workers of a generation shall be restarted."""
+    """A request to restart all workers of a generation."""
 
     source: str
     generation: int
@@ -129,7 +129,7 @@ class RestartRequest:
 
 @attrs.frozen
 class ControlNotice:
-    """An operator has requested something, which the next message contains."""
+    """The request of an operator, for logs and events. The next message carries it out."""
 
     action: str
     by: str

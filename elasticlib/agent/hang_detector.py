@@ -150,7 +150,7 @@ def describe_hang(progress: Iterable[RankProgress], limit: float) -> str:
     other_steps = sorted({rank.step for rank in ranks if rank.rank != slowest.rank})
     others = ""
     if other_steps == [slowest.step]:
-        others = "; the others are too, and their stacks show for which rank they wait"
+        others = "; the others are at the same step, and the stacks show for which rank they wait"
     elif other_steps:
         first, last = other_steps[0], other_steps[-1]
         steps = f"{first}" if first == last else f"{first} to {last}"

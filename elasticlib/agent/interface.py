@@ -8,12 +8,10 @@ from typing import Any
 
 import attrs
 
-from ..defaults import DEFAULT_DRAIN_EXIT_CODE, STOPPED_EXIT_CODE
+from ..defaults import DEFAULT_DRAIN_EXIT_CODE, STOPPED_EXIT_CODE, UNFIT_NODE_EXIT_CODE
 from ..rendezvous.interface import RendezvousInfo
 from ..workers.exits import WorkerExit
 from ..workers.spec import WorkerGroup, WorkerState
-
-UNFIT_NODE_EXIT_CODE = 69  # EX_UNAVAILABLE of sysexits.h; a scheduler may avoid the node
 
 
 @attrs.frozen

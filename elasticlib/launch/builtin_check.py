@@ -23,7 +23,14 @@ from ..endpoint import STORE_PORT, split_endpoint
 from ..errors import format_error
 from ..observe.formatting import format_bytes
 from ..sanitize import escape_to_one_line
-from .checks import CheckResult, CheckStatus, check_directory, check_shared_memory
+from .checks import (
+    CheckResult,
+    CheckStatus,
+    check_directory,
+    check_shared_memory,
+    error_result,
+    ok_result,
+)
 
 CONNECT_TIMEOUT_S = 2.0  # for one address of the store
 MIN_FREE_DISK_BYTES = 100 * 1000 * 1000  # logs and events must fit; checkpoints need more
@@ -64,7 +71,7 @@ def run_check(name: str, check: Check) -> CheckResult:
     try:
         result = check()
     except Exception as error:
-        return CheckResult(name, CheckStatus.ERROR, format_error(error))
+        return error_result(name, format_error(error))
     message = f"{result.message} ({monotonic() - started_at:.2f} s)"
     return CheckResult(name, result.status, message)
 
@@ -88,15 +95,11 @@ def checks_of_node(
     try:
         devices = find_devices()
     except Exception as error:  # a broken installation or driver may raise anything
-        yield "torch", functools.partial(_fail, "torch", f"no device: {format_error(error)}")
+        yield "torch", functools.partial(error_result, "torch", f"no device: {format_error(error)}")
         return
     for device in devices:
         yield f"{device} product", functools.partial(check_product, device)
         yield f"{device} memory", functools.partial(check_memory, device)
-
-
-def _fail(name: str, message: str) -> CheckResult:
-    return CheckResult(name, CheckStatus.ERROR, message)
 
 
 # -- this machine ----------------------------------------------------------------------------------
@@ -127,8 +130,8 @@ def check_loopback() -> CheckResult:
                 while len(received) < len(sent) and (data := client.recv(len(sent))):
                     received += data
     if received != sent:
-        return _fail("loopback", "data that was sent to 127.0.0.1 arrived changed")
-    return CheckResult("loopback", CheckStatus.OK, "a connection to 127.0.0.1 carries data")
+        return error_result("loopback", "data that was sent to 127.0.0.1 arrived changed")
+    return ok_result("loopback", "a connection to 127.0.0.1 carries data")
 
 
 def check_store_connection(endpoints: Sequence[str]) -> CheckResult:
@@ -147,7 +150,7 @@ def check_store_connection(endpoints: Sequence[str]) -> CheckResult:
         except OSError as error:
             problems.append(f"{endpoint} does not answer ({error.strerror or error})")
         else:
-            return CheckResult("store", CheckStatus.OK, f"{endpoint} {answer}")
+            return ok_result("store", f"{endpoint} {answer}")
     status = CheckStatus.WARNING if has_unknown_name else CheckStatus.ERROR
     return CheckResult("store", status, ", ".join(problems))
 
@@ -192,10 +195,8 @@ def check_product(device: str, size: int = MATRIX_SIZE) -> CheckResult:
     num_wrong = int((product != expected).sum())
     if num_wrong:
         wrong = f"{num_wrong} of {size * size} entries of a matrix product are wrong"
-        return _fail(f"{device} product", wrong)
-    return CheckResult(
-        f"{device} product", CheckStatus.OK, f"a product of {size} x {size} matrices is correct"
-    )
+        return error_result(f"{device} product", wrong)
+    return ok_result(f"{device} product", f"a product of {size} x {size} matrices is correct")
 
 
 def expected_entries(size: int) -> list[list[int]]:
@@ -220,11 +221,13 @@ def check_memory(device: str, num_bytes: int = MEMORY_BLOCK_BYTES) -> CheckResul
     block = pattern ^ 0x55555555
     num_wrong = int(((block ^ 0x55555555) != pattern).sum())
     if num_wrong:
-        return _fail(f"{device} memory", f"{num_wrong} of {num_bytes // 4} words were changed")
+        return error_result(
+            f"{device} memory", f"{num_wrong} of {num_bytes // 4} words were changed"
+        )
     free = _free_bytes(torch, device)
     details = "" if free is None else f", {format_bytes(free)} are free"
     message = f"{format_bytes(num_bytes)} can be written and read{details}"
-    return CheckResult(f"{device} memory", CheckStatus.OK, message)
+    return ok_result(f"{device} memory", message)
 
 
 def _free_bytes(torch: Any, device: str) -> int | None:

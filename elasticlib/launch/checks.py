@@ -76,15 +76,15 @@ class CheckResult:
     message: str
 
 
-def _ok(check: str, message: str) -> CheckResult:
+def ok_result(check: str, message: str) -> CheckResult:
     return CheckResult(check, CheckStatus.OK, message)
 
 
-def _warning(check: str, message: str) -> CheckResult:
+def warning_result(check: str, message: str) -> CheckResult:
     return CheckResult(check, CheckStatus.WARNING, message)
 
 
-def _error(check: str, message: str) -> CheckResult:
+def error_result(check: str, message: str) -> CheckResult:
     return CheckResult(check, CheckStatus.ERROR, message)
 
 
@@ -156,7 +156,7 @@ def check_hostname(endpoint: tuple[str, int] | None) -> CheckResult:
     # A single-node job, or one with a named interface, does not use the hostname.
     is_single_node = endpoint is None or all(map(is_loopback, resolve(*endpoint)))
     is_unused = is_single_node or bool(os.environ.get("GLOO_SOCKET_IFNAME"))
-    problem = _warning if is_unused else _error
+    problem = warning_result if is_unused else error_result
     remedy = f"map it to {outward} in /etc/hosts, or set GLOO_SOCKET_IFNAME for the workers"
     if is_loopback(outward):
         remedy = "give this machine an address that other machines can reach"
@@ -174,7 +174,7 @@ def check_hostname(endpoint: tuple[str, int] | None) -> CheckResult:
             "hostname",
             f"hostname {name} resolves to {shown}, which is no address of this machine: {remedy}",
         )
-    return _ok("hostname", f"{name} resolves to {shown}; default source address {outward}")
+    return ok_result("hostname", f"{name} resolves to {shown}; default source address {outward}")
 
 
 def check_endpoint_resolution(host: str, port: int) -> CheckResult:
@@ -182,12 +182,12 @@ def check_endpoint_resolution(host: str, port: int) -> CheckResult:
     addresses = resolve(host, port)
     if not addresses:
         remedy = "check the name, /etc/hosts and the resolver"
-        return _error("endpoint", f"{host} cannot be resolved: {remedy}")
+        return error_result("endpoint", f"{host} cannot be resolved: {remedy}")
     error = ambiguous_host_error(join_endpoint(host, port), addresses)
     if error:
-        return _error("endpoint", error)
+        return error_result("endpoint", error)
     machine = "this machine" if any(map(is_local_address, addresses)) else "another machine"
-    return _ok("endpoint", f"{host} resolves to {', '.join(addresses)}: {machine}")
+    return ok_result("endpoint", f"{host} resolves to {', '.join(addresses)}: {machine}")
 
 
 def check_store(host: str, port: int, secret: bytes | None) -> CheckResult:
@@ -204,32 +204,32 @@ def check_store(host: str, port: int, secret: bytes | None) -> CheckResult:
         except StoreError as failure:
             error = failure
         else:
-            return _ok("store", f"an elasticlib store responds at {endpoint}")
+            return ok_result("store", f"an elasticlib store responds at {endpoint}")
         finally:
             store.close()
     if isinstance(error, StoreRejectedError):
         remedy = "give the secret in ELASTICLIB_SECRET or with --secret-file"
         if "secret" not in str(error):
             remedy = "another version of elasticlib or another --rdzv-backend may serve there"
-        return _error("store", f"{endpoint} rejects this node: {error}; {remedy}")
+        return error_result("store", f"{endpoint} rejects this node: {error}; {remedy}")
     if isinstance(getattr(error, "__cause__", None), ConnectionRefusedError):
         return _check_free_endpoint(endpoint, addresses, port)
     remedy = "check that the machine is up, the firewall, and that no other program serves there"
-    return _error("store", f"{error}: {remedy}")
+    return error_result("store", f"{error}: {remedy}")
 
 
 def _check_free_endpoint(endpoint: str, addresses: Sequence[str], port: int) -> CheckResult:
     local = [address for address in addresses if is_local_address(address)]
     if not local:
-        return _warning(
+        return warning_result(
             "store",
             f"{endpoint}: connection refused: no process listens on this port yet; start the node "
             "that hosts the store, or check its firewall",
         )
     reason = bind_error(local, port)
     if reason is not None:
-        return _error("store", f"{endpoint} cannot be served: {reason}")
-    return _ok("store", f"{endpoint} is free: this node can serve the store")
+        return error_result("store", f"{endpoint} cannot be served: {reason}")
+    return ok_result("store", f"{endpoint} is free: this node can serve the store")
 
 
 # -- this machine ----------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ def check_shared_memory(path: str = SHARED_MEMORY) -> CheckResult:
             with mmap.mmap(file.fileno(), mmap.PAGESIZE) as mapped:
                 mapped[0] = 1
     except OSError as error:
-        return _error(
+        return error_result(
             check,
             f"no file can be created and mapped in {path} ({error.strerror}), but data loaders "
             "with workers, snapshots and NCCL need it: in Docker use --shm-size or --ipc=host, in "
@@ -254,10 +254,10 @@ def check_shared_memory(path: str = SHARED_MEMORY) -> CheckResult:
     sizes = f"{format_bytes(usage.free)} of {format_bytes(usage.total)} are free in {path}"
     if usage.total <= DOCKER_SHARED_MEMORY_BYTES:
         hint = "that is Docker's default, too little for data loaders with workers: use --shm-size"
-        return _warning(check, f"{sizes}; {hint}")
+        return warning_result(check, f"{sizes}; {hint}")
     if usage.free < DOCKER_SHARED_MEMORY_BYTES:
-        return _error(check, f"{sizes}: remove files there (ls -l {path})")
-    return _ok(check, sizes)
+        return error_result(check, f"{sizes}: remove files there (ls -l {path})")
+    return ok_result(check, sizes)
 
 
 def check_open_files() -> CheckResult:
@@ -265,9 +265,9 @@ def check_open_files() -> CheckResult:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY or hard >= MIN_OPEN_FILES:
         limit = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
-        return _ok("open files", f"hard limit: {limit}")
+        return ok_result("open files", f"hard limit: {limit}")
     remedy = "raise it (ulimit -Hn, LimitNOFILE=)"
-    return _error(
+    return error_result(
         "open files",
         f"a hard limit of {hard} is too low for a store or many data loaders: {remedy}",
     )
@@ -281,24 +281,24 @@ def check_torch() -> CheckResult:
             command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired:
-        return _error(
+        return error_result(
             "torch",
             f"importing torch took more than {IMPORT_TIMEOUT_S:g} s: check the file system on "
             "which torch is installed",
         )
     if process.returncode != 0:
         lines = process.stderr.strip().splitlines() or [f"exit code {process.returncode}"]
-        return _error("torch", f"torch cannot be imported: {lines[-1]}")
+        return error_result("torch", f"torch cannot be imported: {lines[-1]}")
     found = json.loads(process.stdout.splitlines()[-1])
     installed = ", ".join(f"{name} {text}" for name, text in versions().items())
     if not found["gloo"]:
-        return _error("torch", f"{installed}: this torch lacks gloo, which CPU workers need")
+        return error_result("torch", f"{installed}: this torch lacks gloo, which CPU workers need")
     if not found["gpus"]:
-        return _ok("torch", f"{installed}, no GPU: workers train on the CPU with gloo")
+        return ok_result("torch", f"{installed}, no GPU: workers train on the CPU with gloo")
     gpus = f"{installed}, {found['gpus']} GPUs"
     if not found["nccl"]:
-        return _error("torch", f"{gpus}, but no NCCL: install torch for CUDA")
-    return _ok("torch", f"{gpus} with CUDA {found['cuda']} and NCCL")
+        return error_result("torch", f"{gpus}, but no NCCL: install torch for CUDA")
+    return ok_result("torch", f"{gpus} with CUDA {found['cuda']} and NCCL")
 
 
 def check_directory(check: str, path: str) -> CheckResult:
@@ -316,7 +316,7 @@ def check_directory(check: str, path: str) -> CheckResult:
             file.flush()
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        return _error(
+        return error_result(
             check, f"no file can be written and locked in {path}{suffix}: {error.strerror}"
         )
-    return _ok(check, f"files can be written and locked in {path}{suffix}")
+    return ok_result(check, f"files can be written and locked in {path}{suffix}")

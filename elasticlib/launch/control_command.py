@@ -10,7 +10,7 @@ import secrets
 import socket
 from functools import partial
 
-from ..errors import ConfigError, ElasticError, RunNotFoundError, StoreError
+from ..errors import ConfigError, ElasticError
 from ..observe.control import (
     ControlAction,
     ControlClient,
@@ -29,8 +29,7 @@ from .run_target import (
     RunTarget,
     add_target_arguments,
     find_target,
-    open_target,
-    recorded_result,
+    open_running_target,
 )
 
 EXIT_CODES = (
@@ -107,30 +106,25 @@ def _send(
         RunNotFoundError: no node of the run is alive.
         StoreError: the store cannot be reached.
     """
-    try:
-        with open_target(target, args) as (store, run_id), ControlClient(store, run_id) as client:
-            job = read_target_job(store, run_id)
-            nodes, node_id = job.nodes, ""
-            if action is ControlAction.DRAIN:
-                node = find_node(args.node, nodes)
-                nodes, node_id = (node,), node.id
-            request = ControlRequest(
-                id=secrets.token_hex(8),
-                action=action,
-                by=operator(),
-                incarnation=job.incarnation,
-                generation=job.generation,
-                time_limit_s=args.timeout,
-                node_id=node_id,
-            )
-            return job, client.send(request, nodes)
-    except StoreError as error:
-        last = recorded_result(target)
-        if last is None or last.state is None:
-            raise
-        raise RunNotFoundError(
-            f"run {target.run_id!r} has finished ({last.state.value}) and cannot be controlled"
-        ) from error
+    with (
+        open_running_target(target, args, "cannot be controlled") as (store, run_id),
+        ControlClient(store, run_id) as client,
+    ):
+        job = read_target_job(store, run_id)
+        nodes, node_id = job.nodes, ""
+        if action is ControlAction.DRAIN:
+            node = find_node(args.node, nodes)
+            nodes, node_id = (node,), node.id
+        request = ControlRequest(
+            id=secrets.token_hex(8),
+            action=action,
+            by=operator(),
+            incarnation=job.incarnation,
+            generation=job.generation,
+            time_limit_s=args.timeout,
+            node_id=node_id,
+        )
+        return job, client.send(request, nodes)
 
 
 def operator() -> str:

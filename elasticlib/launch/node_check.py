@@ -28,7 +28,6 @@ from .launch_config import TCP_BACKENDS, LaunchConfig
 log = logging.getLogger("elasticlib.launch")
 
 BUILTIN = "builtin"
-CANCELLED = "the node check was ended together with the agent"
 POLL_INTERVAL_S = 0.05
 KILL_TIMEOUT_S = 3.0  # after SIGKILL
 READ_BYTES = 64 * 1024  # a pipe holds no more, so that one read takes all that was written
@@ -58,7 +57,7 @@ class NodeCheck:
     def __call__(self, is_cancelled: Callable[[], bool]) -> str:
         """Run the command, and return why the node is not fit, or an empty text.
 
-        All processes of its group have been killed when the call returns.
+        SIGKILL has been sent to all processes of its group when the call returns.
 
         Args:
             is_cancelled: returns True once the check must end. It is called several times a second.
@@ -139,7 +138,7 @@ def _run(command: str, timeout_s: float, is_cancelled: Callable[[], bool]) -> tu
             while not _has_exited(process.pid) and not problem:
                 output.read(POLL_INTERVAL_S)
                 if is_cancelled():
-                    problem = CANCELLED
+                    problem = "was ended together with the agent"
                 elif monotonic() >= deadline:
                     problem = f"did not end within {timeout_s:g} s (--node-check-timeout)"
         finally:

@@ -312,11 +312,11 @@ def observe_node(
 def publish_status(
     rendezvous: RendezvousSetup, journal: NodeJournal, agent: ElasticAgent
 ) -> Iterator[Callable[[], None]]:
-    """Publish the status, and answer requests for stacks and those of operators.
+    """Publish the status of this node, and answer requests, until the context ends.
 
-    That is what `elasticlib status`, `stacks`, `drain`, `stop` and `restart` need, until the
-    context ends. Nothing of this happens if a plug-in opened the rendezvous handler and so keeps
-    its store.
+    The commands `elasticlib status`, `stacks`, `drain`, `stop` and `restart` need this. If a
+    plug-in opened the rendezvous handler, its store is not known here, so nothing is published or
+    answered.
 
     Yields:
         A function that publishes the last status, after the agent has run.

@@ -38,12 +38,12 @@ def _seconds(default: Any, minimum: float = 1e-9) -> Any:
     return _key(default, f"a positive number of seconds up to {MAX_SECONDS:g}", parse)
 
 
-def _parse_attempts(text: str) -> Any:
-    return _accept(int(text), text.isascii() and text.isdigit() and 2 <= int(text) < 10**9)
+def _integer(default: Any, minimum: int = 0) -> Any:
+    def parse(text: str) -> Any:
+        is_number = text.isascii() and text.isdigit()
+        return _accept(int(text), is_number and minimum <= int(text) < 10**9)
 
-
-def _parse_count(text: str) -> Any:
-    return _accept(int(text), text.isascii() and text.isdigit() and int(text) < 10**9)
+    return _key(default, f"an integer of at least {minimum}", parse)
 
 
 _BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
@@ -59,13 +59,9 @@ class RendezvousOptions:
     close_timeout: float = _seconds(_TIMEOUTS.close_timeout.default)
     read_timeout: float = _seconds(60.0)
     keep_alive_interval: float = _seconds(_TIMEOUTS.keep_alive_interval.default)
-    keep_alive_max_attempt: int = _key(5, "an integer of at least 2", _parse_attempts)
-    bad_node_failures: int = _key(
-        _SETTINGS.bad_node_failures.default, "an integer of at least 0", _parse_count
-    )
-    bad_node_window: int = _key(
-        _SETTINGS.bad_node_window.default, "an integer of at least 0", _parse_count
-    )
+    keep_alive_max_attempt: int = _integer(5, minimum=2)
+    bad_node_failures: int = _integer(_SETTINGS.bad_node_failures.default)
+    bad_node_window: int = _integer(_SETTINGS.bad_node_window.default)
     is_host: bool | None = _key(None, "true or false", lambda text: _BOOLEANS[text.lower()])
     secret_file: str | None = _key(None, "the path of a file", lambda t: _accept(t, bool(t)))
     quorum: str | None = _key(

@@ -193,6 +193,32 @@ def open_target(target: RunTarget, args: argparse.Namespace) -> Iterator[tuple[S
             store.close()
 
 
+@contextlib.contextmanager
+def open_running_target(
+    target: RunTarget, args: argparse.Namespace, consequence: str
+) -> Iterator[tuple[Store, str]]:
+    """Do the same for a command that needs a running job.
+
+    Args:
+        target: the run.
+        args: the arguments of the command.
+        consequence: what is impossible after the end of the run, as a part of the error message.
+
+    Raises:
+        RunNotFoundError: also if the store cannot be used because the run has finished.
+    """
+    try:
+        with open_target(target, args) as opened:
+            yield opened
+    except StoreError as error:
+        last = recorded_result(target)
+        if last is None or last.state is None:
+            raise
+        raise RunNotFoundError(
+            f"run {target.run_id!r} has finished ({last.state.value}) and {consequence}"
+        ) from error
+
+
 def _open_store(target: RunTarget, args: argparse.Namespace) -> Store:
     if not target.endpoint:
         raise StoreConnectionError("no agent on this machine serves the store of this run any more")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ..errors import ConfigError, ElasticError, RunNotFoundError, StoreError
+from ..errors import ConfigError, ElasticError, RunNotFoundError
 from ..observe.job_status import EXIT_UNKNOWN
 from ..observe.stack_query import JobStacks, StackClient, stack_lines
 from ..workers.output_plan import parse_ranks
@@ -13,8 +13,7 @@ from .run_target import (
     RunTarget,
     add_target_arguments,
     find_target,
-    open_target,
-    recorded_result,
+    open_running_target,
 )
 
 DEFAULT_TIMEOUT_S = 5.0  # longer than a node waits for a worker that writes no stack
@@ -63,16 +62,11 @@ def _query(target: RunTarget, args: argparse.Namespace) -> JobStacks:
         RunNotFoundError: no node of the run is alive.
         StoreError: the store cannot be reached.
     """
-    try:
-        with open_target(target, args) as (store, run_id), StackClient(store, run_id) as client:
-            stacks = client.query(args.timeout, args.ranks)
-    except StoreError as error:
-        last = recorded_result(target)
-        if last is None or last.state is None:
-            raise
-        raise RunNotFoundError(
-            f"run {target.run_id!r} has finished ({last.state.value}) and has no running workers"
-        ) from error
+    with (
+        open_running_target(target, args, "has no running workers") as (store, run_id),
+        StackClient(store, run_id) as client,
+    ):
+        stacks = client.query(args.timeout, args.ranks)
     if not stacks.alive_nodes:
         raise RunNotFoundError(f"no node of run {run_id!r} is alive")
     return stacks

@@ -35,8 +35,7 @@ def add_failure(
 
     Args:
         history: the earlier failures, oldest first.
-        generation: the last generation. A failure that the history has for it is
-            replaced.
+        generation: the last generation. A failure that the history has for it is replaced.
         host: the host whose workers failed first.
         window: the number of last generations that are kept.
     """
@@ -63,12 +62,7 @@ def bad_hosts(history: Sequence[FirstFailure], *, limit: int, window: int) -> di
 
 
 def excluded_hosts(
-    history: Sequence[FirstFailure],
-    candidates: Iterable[str],
-    *,
-    min_nodes: int,
-    limit: int,
-    window: int,
+    bad: Iterable[str], candidates: Iterable[str], *, min_nodes: int
 ) -> tuple[str, ...]:
     """Return the bad hosts that the job can do without.
 
@@ -76,15 +70,13 @@ def excluded_hosts(
     excluded. So a job of one node, or on one host, excludes none.
 
     Args:
-        history: the failures, oldest first.
+        bad: the bad hosts, the worst first, as `bad_hosts` returns them.
         candidates: the host of each node that may take part in the next generation.
         min_nodes: the number of nodes that must remain.
-        limit: the number of failures from which a host is bad; 0 if no host ever is.
-        window: the number of last generations that count.
     """
     excluded: list[str] = []
     remaining = list(candidates)
-    for host in bad_hosts(history, limit=limit, window=window):
+    for host in bad:
         others = [other for other in remaining if other != host]
         if len(others) >= min_nodes:
             excluded.append(host)

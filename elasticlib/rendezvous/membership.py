@@ -265,8 +265,8 @@ class ChangeKind(enum.Enum):
     """A change that ends a node's generation."""
 
     GENERATION_ENDED = "generation_ended"  # the node must join the next generation
-    RESIZE = "resize"  # the same, but workers may first save and agree on a step to stop at
-    RESTART = "restart"  # the same, and also workers that can regroup are restarted
+    RESIZE = "resize"  # the node must join, too; workers may first save and stop at one step
+    RESTART = "restart"  # like RESIZE, but workers that can regroup are restarted, too
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     ABORTED = "aborted"  # a node has closed the rendezvous

@@ -340,16 +340,11 @@ def _exclude_bad_hosts(
     settings = membership.settings
     if settings.has_fixed_ranks:
         return None  # No other node can have the rank of the excluded one.
-    limits = {"limit": settings.bad_node_failures, "window": settings.bad_node_window}
-    hosts = excluded_hosts(
-        membership.first_failures,
-        (node.host for node in candidates),
-        min_nodes=settings.min_nodes,
-        **limits,
-    )
+    counts = _bad_hosts(membership)
+    names = (node.host for node in candidates)
+    hosts = excluded_hosts(counts, names, min_nodes=settings.min_nodes)
     if not hosts:
         return None
-    counts = bad_hosts(membership.first_failures, **limits)
     excluded = [
         ExcludedHost(host, describe_failures(counts[host], settings.bad_node_window))
         for host in hosts
@@ -359,14 +354,19 @@ def _exclude_bad_hosts(
     return ReconcileResult(reason, exclude_hosts(membership, excluded, reason))
 
 
-def _explain_bad_host(membership: Membership, candidates: Sequence[NodeRecord]) -> Membership:
-    """Add to the reason why the host of the last failure is not excluded, if it is a bad one."""
+def _bad_hosts(membership: Membership) -> dict[str, int]:
     settings = membership.settings
-    counts = bad_hosts(
+    return bad_hosts(
         membership.first_failures,
         limit=settings.bad_node_failures,
         window=settings.bad_node_window,
     )
+
+
+def _explain_bad_host(membership: Membership, candidates: Sequence[NodeRecord]) -> Membership:
+    """Add to the reason why the host of the last failure is not excluded, if it is a bad one."""
+    settings = membership.settings
+    counts = _bad_hosts(membership)
     host = membership.first_failures[-1].host if membership.first_failures else ""
     others = sum(node.host != host for node in candidates)
     if host not in counts or not others:

@@ -103,8 +103,8 @@ def test_the_slowest_rank_is_the_longest_inactive_one_at_the_lowest_step() -> No
     )
     assert "has made no step" in describe_hang([RankProgress(0, "a", -1, 9.0, 0)], 2.0)
     assert describe_hang(pulses[1:], 2.0) == (
-        "hung: rank 2 on b is at step 6, inactive for 4.0 s; the others are too, and their stacks "
-        "show for which rank they wait; the limit is 2.0 s (hang, --hang-timeout)"
+        "hung: rank 2 on b is at step 6, inactive for 4.0 s; the others are at the same step, "
+        "and the stacks show for which rank they wait; the limit is 2.0 s (hang, --hang-timeout)"
     )
 
 

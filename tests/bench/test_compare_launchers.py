@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -161,7 +163,17 @@ def test_readme_without_the_markers_of_the_table_is_rejected() -> None:
 def run(*flags: str) -> subprocess.CompletedProcess[str]:
     """Run the program, and return its result."""
     command = [sys.executable, compare_launchers.__file__, *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            out, err = process.communicate(timeout=400)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)  # The program then ends the processes of its jobs.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(15)
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from context_steps import (
+    check_no_step_is_lost,
+    completed_steps,
+    read_stop_request,
+    wait_for_steps,
+)
 from jobs import (
     PROGRAMS,
     WITHOUT_TORCH,
@@ -37,32 +43,6 @@ def start_nodes(job: Job, names: str, *flags: str, program: str = CONTEXT) -> di
     """Start agents whose workers poll `should_stop` in each step."""
     command = job.agent_command(*LEASE, *SHORT, *flags, program=program)
     return {name: job.start(name, *command, PYTHONPATH=WITHOUT_TORCH) for name in names}
-
-
-def completed_steps(job: Job) -> list[int]:
-    """Return the steps in the order in which rank 0 completed them."""
-    path = job.folder / "steps"
-    return [int(line) for line in path.read_text().split()] if path.exists() else []
-
-
-def wait_for_steps(job: Job, count: int = 4) -> None:
-    before = len(completed_steps(job))
-    wait_until("more steps", lambda: len(completed_steps(job)) >= before + count)
-
-
-def check_no_step_is_lost(job: Job) -> None:
-    steps = completed_steps(job)
-    assert steps == list(range(len(steps)))
-
-
-def stop_reasons(job: Job, reports: list[dict[str, Any]]) -> set[str]:
-    """Return the reasons that the ranks of a generation were given, which stop at one step."""
-    generation = generation_of(reports)
-    paths = [job.folder / f"stopped.{generation}.{rank}" for rank in range(len(reports))]
-    wait_until("all ranks to stop", lambda: all(path.exists() for path in paths))
-    results = [json.loads(path.read_text()) for path in paths]
-    assert len({result["step"] for result in results}) == 1
-    return {result["reason"] for result in results}
 
 
 def control(job: Job, *arguments: str, code: int | None = 0) -> dict[str, Any]:
@@ -130,7 +110,7 @@ def test_a_node_that_is_drained_saves_and_leaves_and_a_spare_takes_over(
     check_consistent_world(after)
     assert "c" in {report["node"] for report in after}
     assert {report["TORCHELASTIC_RESTART_COUNT"] for report in after} == {"0"}
-    assert stop_reasons(job, before) == {"drain"}
+    assert read_stop_request(job, before)["reason"] == "drain"
     wait_for_steps(job)
     assert f"drains (a drain request from {document['by']})" in running_status(job)["reason"]
     job.finish()
@@ -157,7 +137,7 @@ def test_a_job_that_is_stopped_saves_and_all_its_nodes_end(job: Job, store: str)
     document = control(job, "stop", "job7")
     assert len(document["answers"]) == 3
     assert [node.exit_code() for node in nodes.values()] == [76, 76, 76], job.logs
-    assert stop_reasons(job, reports) == {"drain"}
+    assert read_stop_request(job, reports)["reason"] == "drain"
     assert json.loads((job.folder / "checkpoint").read_text()) == completed_steps(job)[-1]
     check_no_step_is_lost(job)
     for node in nodes.values():
@@ -186,7 +166,7 @@ def test_all_workers_are_restarted_on_request_without_using_a_restart(job: Job) 
     check_consistent_world(after)
     assert not {report["pid"] for report in before} & {report["pid"] for report in after}
     assert {report["TORCHELASTIC_RESTART_COUNT"] for report in after} == {"0"}
-    assert stop_reasons(job, before) == {"restart"}
+    assert read_stop_request(job, before)["reason"] == "restart"
     wait_for_steps(job)
     status = running_status(job)
     assert (status["generation"], status["restarts"]) == (2, 0)

@@ -5,13 +5,12 @@ Each of the hosts has a metadata service at the address that clouds use.
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+from context_steps import check_no_step_is_lost, read_stop_request, wait_for_steps
 from hosts import Cluster, Host
 from jobs import PROGRAMS, WITHOUT_TORCH, Job, Node, check_consistent_world, generation_of
 
@@ -56,25 +55,6 @@ def start_node(cluster: Cluster, host: Host, flags: tuple[str, ...], source: str
     return host.start(host.name, *command, PYTHONPATH=WITHOUT_TORCH)
 
 
-def completed_steps(job: Job) -> list[int]:
-    """Return the steps in the order in which rank 0 completed them."""
-    path = job.folder / "steps"
-    return [int(line) for line in path.read_text().split()] if path.exists() else []
-
-
-def wait_for_steps(job: Job, count: int = 4) -> None:
-    before = len(completed_steps(job))
-    wait_until("more steps", lambda: len(completed_steps(job)) >= before + count)
-
-
-def stop_reasons(job: Job, reports: list[dict[str, Any]]) -> list[str]:
-    """Return the reason that each rank of a generation was given."""
-    generation = generation_of(reports)
-    paths = [job.folder / f"stopped.{generation}.{rank}" for rank in range(len(reports))]
-    wait_until("all ranks to stop", lambda: all(path.exists() for path in paths))
-    return [json.loads(path.read_text())["reason"] for path in paths]
-
-
 @pytest.mark.parametrize("source", ["aws", "gcp", "azure", "file"])
 def test_a_node_with_a_notice_leaves_in_time_and_a_spare_replaces_it(
     cluster: Cluster, source: str
@@ -94,12 +74,11 @@ def test_a_node_with_a_notice_leaves_in_time_and_a_spare_replaces_it(
     check_consistent_world(after)
     assert hosts[3].name in {report["node"] for report in after}
     assert {report["TORCHELASTIC_RESTART_COUNT"] for report in after} == {"0"}
-    assert set(stop_reasons(job, before)) == {"preempted"}
+    assert read_stop_request(job, before)["reason"] == "preempted"
     wait_for_steps(job)
     job.finish()
     assert [node.exit_code() for node in nodes.values()] == [0, 0, 0], job.logs
-    steps = completed_steps(job)
-    assert steps == list(range(len(steps)))
+    check_no_step_is_lost(job)
 
 
 LONG_SAVE = """

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
-from typing import Any
 
 import pytest
+from context_steps import check_no_step_is_lost, read_stop_request, wait_for_steps
 from jobs import PROGRAMS, WITHOUT_TORCH, Job, Node, check_consistent_world, generation_of
 from processes import count_waits
 
@@ -30,35 +29,6 @@ def start_agent(
     return job.start(name, *command, PYTHONPATH=WITHOUT_TORCH)
 
 
-def read_steps(job: Job) -> list[int]:
-    """Return the completed steps in their order."""
-    path = job.folder / "steps"
-    return [int(line) for line in path.read_text().split()] if path.exists() else []
-
-
-def wait_for_more_steps(job: Job) -> None:
-    """Wait until the job has completed some more steps."""
-    count = len(read_steps(job))
-    wait_until("more steps", lambda: len(read_steps(job)) > count + 3)
-
-
-def read_stop_request(job: Job, reports: list[dict[str, Any]]) -> dict[str, Any]:
-    """Wait until all ranks of a generation have stopped, and return their stop request.
-
-    It must be the same for all ranks, except for `seconds_left`, of which this returns the
-    smallest.
-    """
-    generation = generation_of(reports)
-    requests = []
-    for rank in range(len(reports)):
-        path = job.folder / f"stopped.{generation}.{rank}"
-        wait_until(f"rank {rank} to stop", path.exists)
-        requests.append(json.loads(path.read_text()))
-    seconds_left = [request.pop("seconds_left") for request in requests]
-    assert requests == [requests[0]] * len(requests)
-    return {**requests[0], "seconds_left": min(seconds_left)}
-
-
 def test_all_ranks_stop_at_one_step_for_each_reason_and_no_step_is_lost(
     job: Job, save_seconds: float
 ) -> None:
@@ -71,13 +41,13 @@ def test_all_ranks_stop_at_one_step_for_each_reason_and_no_step_is_lost(
         name: start_agent(job, name, *meet, *last, *SHORT, *grace, worker=save) for name in "ab"
     }
     two = job.wait_for_world(4)
-    wait_for_more_steps(job)
+    wait_for_steps(job)
     nodes["c"] = start_agent(job, "c", *meet, *last, *SHORT, *grace, worker=save)
     three = job.wait_for_world(6, after=generation_of(two), seconds=timeout_s)
     resize = read_stop_request(job, two)
     assert resize["reason"] == "resize"
     assert 0 < resize["seconds_left"] <= grace_s
-    wait_for_more_steps(job)
+    wait_for_steps(job)
     drained = three[0]["node"]
     nodes[drained].signal(signal.SIGUSR2)
     assert nodes.pop(drained).exit_code(timeout_s) == 75
@@ -85,7 +55,7 @@ def test_all_ranks_stop_at_one_step_for_each_reason_and_no_step_is_lost(
     drain = read_stop_request(job, three)
     assert drain["reason"] == "drain"
     assert 0 < drain["seconds_left"] <= grace_s
-    wait_for_more_steps(job)
+    wait_for_steps(job)
     nodes[again[0]["node"]].signal(signal.SIGTERM)
     assert nodes.pop(again[0]["node"]).exit_code(timeout_s) == 75
     rest = job.wait_for_world(2, after=generation_of(again))
@@ -94,8 +64,7 @@ def test_all_ranks_stop_at_one_step_for_each_reason_and_no_step_is_lost(
     assert rest[0]["TORCHELASTIC_RESTART_COUNT"] == "0"
     job.finish()
     assert [node.exit_code() for node in nodes.values()] == [0]
-    steps = read_steps(job)
-    assert steps == list(range(len(steps)))
+    check_no_step_is_lost(job)
 
 
 def test_an_immediate_resize_does_not_wait_for_the_workers_to_save(job: Job) -> None:
@@ -103,7 +72,7 @@ def test_an_immediate_resize_does_not_wait_for_the_workers_to_save(job: Job) -> 
     last = ("--rdzv-conf", "last_call_timeout=0.3")
     nodes = [start_agent(job, "a", *meet, *last, resize="immediate")]
     one = job.wait_for_world(1)
-    wait_for_more_steps(job)
+    wait_for_steps(job)
     nodes.append(start_agent(job, "b", *meet, *last, resize="immediate"))
     job.wait_for_world(2, after=generation_of(one))
     assert not list(job.folder.glob("stopped.*"))
@@ -122,7 +91,9 @@ def test_hung_workers_are_restarted_after_their_stacks_are_written(job: Job) -> 
     first = job.wait_for_world(2)
     again = job.wait_for_world(2, after=generation_of(first))
     assert [report["TORCHELASTIC_RESTART_COUNT"] for report in again] == ["1", "1"]
-    message = r"hung: rank \d on \S+ is at step 19, inactive for \d\.\d s; the others are too"
+    message = (
+        r"hung: rank \d on \S+ is at step 19, inactive for \d\.\d s; the others are at the same"
+    )
     for node in nodes:
         assert re.search(message, node.text), node.text
         (stacks,) = logs[node.name].glob("*/attempt_0/0/stacks.txt")
@@ -138,7 +109,7 @@ def test_a_job_that_is_paused_as_a_whole_continues_and_does_not_count_as_hung(jo
     meet = ("--nnodes", "2", "--rdzv-endpoint", job.start_store(), "--max-restarts", "1")
     nodes = [start_agent(job, name, *meet, *SHORT, "--hang-timeout", "1.5") for name in "ab"]
     before = job.wait_for_world(2)
-    wait_for_more_steps(job)
+    wait_for_steps(job)
     # `scontrol suspend` and the freezer of containers do the same.
     paused = job.processes()
     for pid in paused:
@@ -155,7 +126,7 @@ def test_a_job_that_is_paused_as_a_whole_continues_and_does_not_count_as_hung(jo
     wait_until("the agents to run again, before any worker makes a step", agents_run)
     for pid in workers:
         os.kill(pid, signal.SIGCONT)
-    wait_for_more_steps(job)
+    wait_for_steps(job)
     job.finish()
     assert [node.exit_code() for node in nodes] == [0, 0]
     assert not any("hung" in node.text for node in nodes)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.run as torchrun
-from pages import read_page
+from pages import become_only_rank, read_page
 
 from elasticlib import (
     CheckpointManager,
@@ -172,10 +172,7 @@ def script_of_the_diff(other_side: str) -> str:
 @pytest.fixture
 def one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make this process the only rank of a job, in an empty directory."""
-    monkeypatch.chdir(tmp_path)
-    variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+    become_only_rank(tmp_path, monkeypatch)
 
 
 def run_old_script_for_one_epoch() -> None:

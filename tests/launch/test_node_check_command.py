@@ -83,7 +83,9 @@ def test_a_check_that_takes_too_long_is_killed_with_its_children(tmp_path: Path)
     command = f"sleep 1000 & echo $! > {pids}; trap '' TERM; sleep 1000 & echo $! >> {pids}; wait"
     reason = check(command, timeout_s=0.5)
     assert reason == "the check did not end within 0.5 s (--node-check-timeout)"
-    assert not any(is_alive(int(pid)) for pid in pids.read_text().split())
+    # The children were sent SIGKILL, and are not children of this process, which could wait for it.
+    children = [int(pid) for pid in pids.read_text().split()]
+    wait_until("the children to end", lambda: not any(map(is_alive, children)))
 
 
 def test_a_check_that_prints_without_end_is_killed_at_its_timeout() -> None:

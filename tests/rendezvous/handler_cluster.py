@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from elasticlib.rendezvous.handler import DynamicRendezvousHandler
@@ -55,6 +56,10 @@ class HandlerCluster:
 
     def join(self, handler: RendezvousHandler) -> Future[RendezvousInfo]:
         return self.pool.submit(handler.next_rendezvous)
+
+    def join_all(self, handlers: Iterable[RendezvousHandler]) -> list[RendezvousInfo]:
+        """Join with all handlers at the same time; return what each of them gets."""
+        return [future.result(20) for future in [self.join(handler) for handler in handlers]]
 
     def close(self) -> None:
         assert all(handler.shutdown() for handler in self.handlers)

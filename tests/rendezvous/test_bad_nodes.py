@@ -57,9 +57,8 @@ def test_only_bad_hosts_are_excluded_and_enough_nodes_remain(
     limit: int,
     window: int,
 ) -> None:
-    limits = {"limit": limit, "window": window}
-    excluded = excluded_hosts(history, candidates, min_nodes=min_nodes, **limits)
-    bad = bad_hosts(history, **limits)
+    bad = bad_hosts(history, limit=limit, window=window)
+    excluded = excluded_hosts(bad, candidates, min_nodes=min_nodes)
     assert set(excluded) <= set(bad)
     remaining = [host for host in candidates if host not in excluded]
     assert not excluded or len(remaining) >= min_nodes
@@ -87,9 +86,9 @@ def test_a_host_is_bad_if_it_failed_first_in_enough_of_the_last_generations(
 def test_the_order_of_the_candidates_does_not_matter(
     history: tuple[FirstFailure, ...], candidates: list[str], min_nodes: int
 ) -> None:
-    settings = {"min_nodes": min_nodes, "limit": 2, "window": 5}
-    assert excluded_hosts(history, candidates, **settings) == excluded_hosts(
-        history, "aabbccdd", **settings
+    bad = bad_hosts(history, limit=2, window=5)
+    assert excluded_hosts(bad, candidates, min_nodes=min_nodes) == excluded_hosts(
+        bad, "aabbccdd", min_nodes=min_nodes
     )
 
 
@@ -97,8 +96,8 @@ def test_the_order_of_the_candidates_does_not_matter(
 def test_a_job_on_one_host_excludes_none(
     history: tuple[FirstFailure, ...], num_nodes: int, limit: int
 ) -> None:
-    settings = {"min_nodes": 1, "limit": limit, "window": 5}
-    assert "a" not in excluded_hosts(history, ["a"] * num_nodes, **settings)
+    bad = bad_hosts(history, limit=limit, window=5)
+    assert "a" not in excluded_hosts(bad, ["a"] * num_nodes, min_nodes=1)
 
 
 @given(histories(window=3))

@@ -20,8 +20,7 @@ def test_a_drain_is_reported_to_all_nodes_and_the_others_continue_after_it(
     handlers = [cluster.handler(name, settings) for name in "abc"]
     # All nodes have read the store, so that none of them misses the last call.
     assert not any(handler.is_closed() for handler in handlers)
-    for future in [cluster.join(handler) for handler in handlers]:
-        assert future.result(20).world_size == 3
+    assert [info.world_size for info in cluster.join_all(handlers)] == [3, 3, 3]
     handlers[1].report_drain("SIGUSR2")
     expected = Change(ChangeKind.RESIZE, "b drains (SIGUSR2)")
     assert [next_change(handler) for handler in handlers] == [expected] * 3
@@ -39,12 +38,11 @@ def test_a_node_joins_with_fewer_workers_and_later_resizes_the_job_with_all(
     handlers = [
         cluster.handler(name, RendezvousSettings(2, 2, max_restarts=1), slots=2) for name in "ab"
     ]
-    for future in [cluster.join(handler) for handler in handlers]:
-        assert future.result(20).assignment.world_size == 4
+    assert [info.assignment.world_size for info in cluster.join_all(handlers)] == [4, 4]
     handlers[0].report_failure("killed", killed=True)
     assert [next_change(handler).kind for handler in handlers] == [ChangeKind.GENERATION_ENDED] * 2
     assert handlers[0].report_slots(1)
-    assignments = [f.result(20).assignment for f in [cluster.join(handler) for handler in handlers]]
+    assignments = [info.assignment for info in cluster.join_all(handlers)]
     assert [
         (s.group_rank, s.local_world_size, s.first_rank, s.world_size) for s in assignments
     ] == [
@@ -53,7 +51,7 @@ def test_a_node_joins_with_fewer_workers_and_later_resizes_the_job_with_all(
     assert handlers[0].report_slots(2)
     expected = Change(ChangeKind.RESIZE, "a has 2 workers ready")
     assert [next_change(handler) for handler in handlers] == [expected] * 2
-    infos = [f.result(20) for f in [cluster.join(handler) for handler in handlers]]
+    infos = cluster.join_all(handlers)
     for info in infos:
         assignment = info.assignment
         assert (assignment.local_world_size, assignment.world_size, info.restarts) == (2, 4, 1)
@@ -79,13 +77,12 @@ def test_a_requested_restart_is_a_new_generation_of_the_same_nodes_that_uses_no_
 ) -> None:
     settings = RendezvousSettings(2, 2, max_restarts=0)
     handlers = [cluster.handler(name, settings) for name in "ab"]
-    for future in [cluster.join(handler) for handler in handlers]:
-        future.result(20)
+    cluster.join_all(handlers)
     # Each node may have read the request.
     assert all(handler.report_restart("a restart request from ann") for handler in handlers)
     expected = Change(ChangeKind.RESTART, "a restart request from ann")
     assert [next_change(handler) for handler in handlers] == [expected] * 2
-    infos = [f.result(20) for f in [cluster.join(handler) for handler in handlers]]
+    infos = cluster.join_all(handlers)
     assert [(i.generation, i.world_size, i.restarts) for i in infos] == [(2, 2, 0)] * 2
     assert {info.trigger for info in infos} == {GenerationTrigger.RESTART}
     # The request is not repeated in the new generation.
@@ -98,8 +95,7 @@ def test_a_node_that_missed_a_requested_stop_gets_the_end_of_the_job(
     settings = RendezvousSettings(1, 3, last_call_timeout=0.3)
     handlers = [cluster.handler(name, settings) for name in "abc"]
     assert not any(handler.is_closed() for handler in handlers)
-    for future in [cluster.join(handler) for handler in handlers]:
-        assert future.result(20).world_size == 3
+    assert [info.world_size for info in cluster.join_all(handlers)] == [3, 3, 3]
     for handler in handlers[:2]:
         handler.report_stop("a stop request from ann")
     expected = Change(ChangeKind.RESIZE, "a stop request from ann")
