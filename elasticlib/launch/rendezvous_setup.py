@@ -126,7 +126,7 @@ def job_continues_without(node_id: str, job: JobListing) -> bool:
     membership, _ = job.membership(None)
     if membership is None or membership.phase is JobPhase.FORMING:
         return False
-    has_formed = job.master_entry is not None and bool(job.master_entry.value)
+    has_formed = job.master_endpoint is not None
     return membership.phase.is_terminal or (has_formed and node_id not in membership.member_ids)
 
 

@@ -444,7 +444,6 @@ class LocalNode:
                 self._delete(snapshot.stale_keys(membership_id))
             return True
         if membership_id.endswith(f".{nonce}"):
-            self._delete((self.keys.master_endpoint(membership_id),))
             self._delete(self.keys.shard(membership_id, n) for n in shard_members(membership))
         return False
 
@@ -458,14 +457,11 @@ class LocalNode:
         membership_id = membership.membership_id
         if not membership_id:
             return
-        # Deleting the endpoint keys rejects later writes of earlier generations.
         master_key = self.keys.master_endpoint(membership_id)
         self._delete(key for key in snapshot.master_keys() if key != master_key)
         shards = shard_members(membership).items()
         for number, rows in self._refreshing(shards, SHARDS_PER_REFRESH):
             self.store.set(self.keys.shard(membership_id, number), encode_shard(rows))
-        if membership.phase is JobPhase.ACTIVE:
-            self.store.compare_set(master_key, b"", expected=ABSENT)
 
     def _delete(self, keys: Iterable[str]) -> None:
         for key in self._refreshing(keys, KEYS_PER_REFRESH):
@@ -519,11 +515,12 @@ class LocalNode:
             if is_terminal:
                 self.intent = attrs.evolve(intent, close_reason="")
             return True
-        master = snapshot.master_entry
         is_current = intent.node.membership_id == current
-        if endpoint and is_current and master is not None and not master.value:
-            # The write fails if the generation has finished, as its key is deleted then.
-            self.store.compare_set(master.key, endpoint.encode(), expected=master.version)
+        if endpoint and is_current and snapshot.master_endpoint is None:
+            # If the generation has finished meanwhile, no node reads the key, and the leader
+            # deletes it before the next generation.
+            key = self.keys.master_endpoint(current)
+            self.store.compare_set(key, endpoint.encode(), expected=ABSENT)
         finished = intent.finished_membership_id
         if finished and finished == current != self._finished_written:
             # The key has no lease, so it remains when this node leaves.

@@ -181,8 +181,9 @@ class NodeThread:
                 callback(self.closed_error())
                 return join
             self._join = join
-        self._start_taking_part()
+        # Before the first read: one read then serves both, and the node does not poll twice.
         self.post(lambda: self._request_join(self._join))
+        self._start_taking_part()
         return join
 
     def wait_until(self, condition: Callable[[], object], timeout: float) -> None:
@@ -256,8 +257,8 @@ class NodeThread:
         """Read the job from now on. The node is not announced before a generation is requested."""
         if not self._takes_part:
             self._takes_part = True
-            self._start()
             self.post()
+            self._start()
 
     def _start(self) -> None:
         """Start the thread, once."""
@@ -288,6 +289,7 @@ class NodeThread:
 
     def _take_part(self) -> None:
         while not self.is_stopping:
+            self._run_requests()
             pause = 0.0 if self._takes_part else math.inf
             try:
                 if self._takes_part:
@@ -297,7 +299,7 @@ class NodeThread:
             except Exception as error:
                 log.exception("the rendezvous thread failed: this node leaves the job")
                 self.stop(RendezvousError(f"the rendezvous failed: {format_error(error)}"))
-            self._run_requests(self._run_tasks(pause))
+            self._wait_for_requests(self._run_tasks(pause))
         self.stop()
         self.close_bootstrap_store()
         try:
@@ -384,10 +386,13 @@ class NodeThread:
         until_due = min((task.due_at - now for task in self._tasks), default=math.inf)
         return max(0.0, min(pause - (now - started_at), until_due))
 
-    def _run_requests(self, timeout: float) -> None:
-        """Run all posted requests. If there are none, wait for one at most `timeout` seconds."""
+    def _wait_for_requests(self, timeout: float) -> None:
+        """Wait until a request is posted, at most `timeout` seconds."""
         if timeout > 0 and not self._requests:
             self._loop.run_until(lambda: self._requests, timeout)
+
+    def _run_requests(self) -> None:
+        """Run all posted requests."""
         while self._requests:
             request, polls = self._requests.popleft()
             request()

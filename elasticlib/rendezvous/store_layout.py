@@ -42,7 +42,7 @@ class StoreKeys:
         self.leader_status = f"{self.job_prefix}leader_status"
 
     def master_endpoint(self, membership_id: str = "") -> str:
-        """The endpoint of torch's store. The key exists as long as the generation is current."""
+        """The endpoint of torch's store, which rank 0 of the generation writes."""
         return f"{self.watched_prefix}store_endpoint/{membership_id}"
 
     def node(self, node_id: str = "") -> str:
@@ -97,14 +97,10 @@ class JobListing:
         return None if self.state is None else self.state.phase
 
     @property
-    def master_entry(self) -> Entry | None:
-        """The entry for the endpoint of torch's store, empty until rank 0 serves that store."""
-        return self._entries.get(self._keys.master_endpoint(self.membership_id))
-
-    @property
     def master_endpoint(self) -> str | None:
-        entry = self.master_entry
-        return entry.value.decode() if entry is not None and entry.value else None
+        """The endpoint of torch's store, or None until rank 0 serves that store."""
+        entry = self._entries.get(self._keys.master_endpoint(self.membership_id))
+        return None if entry is None else entry.value.decode()
 
     def membership(self, known: Membership | None) -> tuple[Membership | None, bool]:
         """Return the state with its members.
@@ -166,7 +162,7 @@ class JobListing:
         return frozenset(entry.key.removeprefix(prefix) for entry in self._under(prefix))
 
     def master_keys(self) -> tuple[str, ...]:
-        """Return the endpoint keys of all generations, including one that is being written."""
+        """Return the endpoint keys of all generations."""
         return tuple(entry.key for entry in self._under(self._keys.master_endpoint()))
 
     def stale_keys(self, membership_id: str) -> tuple[str, ...]:

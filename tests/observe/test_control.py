@@ -143,20 +143,19 @@ ACTIVITIES = st.builds(
 )
 
 
-NODES = st.sampled_from(["id0", "id1"])
-RUNS = st.sampled_from(["run", "earlier"])
+TARGETS = st.sampled_from([("", "run"), ("id0", "run"), ("id1", "run"), ("id0", "earlier")])
 
 
-@given(REQUESTS, st.sampled_from(["", "id0", "id1"]), NODES, RUNS, ACTIVITIES, st.floats(0, 7200))
+@given(REQUESTS, TARGETS, st.sampled_from(["id0", "id1"]), ACTIVITIES, st.floats(0, 7200))
 def test_a_node_reacts_only_to_requests_for_it_and_its_run_within_the_time_limit(
     request: ControlRequest,
-    target: str,
+    target: tuple[str, str],
     node_id: str,
-    incarnation: str,
     activity: NodeActivity,
     age_s: float,
 ) -> None:
-    request = attrs.evolve(request, node_id=target, incarnation="run")
+    incarnation = "run"
+    request = attrs.evolve(request, node_id=target[0], incarnation=target[1])
     is_for_node = request.node_id in ("", node_id)
     is_for_run = request.incarnation == incarnation
     reaction = decide(request, node_id, incarnation, activity, age_s=age_s)

@@ -20,7 +20,7 @@ from elasticlib.testing.waiting import wait_until
 
 COUNTS = [8, 32, 128, 256]
 # Operations of one node from its first read until its workers start, its announcement included.
-MAX_OPERATIONS = 16
+MAX_OPERATIONS = 12
 MAX_LISTINGS = 8  # listings of the whole job by the leader, for one generation
 
 
@@ -148,9 +148,16 @@ class HandlerGroup:
         return self._stack.enter_context(self._memory.client())
 
     def form_generation(
-        self, nodes: Sequence[tuple[CountingStore, Clock]], timing: RendezvousTimeouts
+        self,
+        nodes: Sequence[tuple[CountingStore, Clock]],
+        timing: RendezvousTimeouts,
+        *,
+        leads_first: bool = False,
     ) -> None:
-        """Let all nodes join at once, each with its own store and clock."""
+        """Let all nodes join at once, each with its own store and clock.
+
+        With `leads_first`, the first node leads before the others join.
+        """
         count = len(nodes)
         handlers = [
             DynamicRendezvousHandler(
@@ -167,7 +174,10 @@ class HandlerGroup:
         pool = self._stack.enter_context(ThreadPoolExecutor(count))
         for handler in handlers:
             self._stack.callback(handler.shutdown)
-        futures = [pool.submit(handler.next_rendezvous) for handler in handlers]
+        futures = [pool.submit(handlers[0].next_rendezvous)]
+        if leads_first:
+            wait_until("the first node leads", lambda: self._memory.get(KEYS.leader))
+        futures.extend(pool.submit(handler.next_rendezvous) for handler in handlers[1:])
         assert sorted(future.result(60).rank for future in futures) == list(range(count))
 
 
@@ -191,6 +201,19 @@ def test_handlers_that_join_at_the_same_time_need_no_more_operations(
             check_reads_one_shard_per_membership(store)
             assert store.operations <= MAX_OPERATIONS
     assert leader.listed[KEYS.job_prefix] <= 2 * count
+
+
+def test_a_handler_that_finds_a_leader_reads_only_when_something_has_changed(
+    handlers: HandlerGroup,
+) -> None:
+    stores = [CountingStore(handlers.client()) for _ in range(2)]
+    patient = RendezvousTimeouts(join_timeout=60.0, lease_ttl=1000.0, keep_alive_interval=100.0)
+    nodes = [(store, monotonic) for store in stores]
+    handlers.form_generation(nodes, patient, leads_first=True)
+    # One listing when it joins, one of the generation, and one of the address of torch's store.
+    assert stores[1].listed.keys() == {KEYS.watched_prefix}
+    assert stores[1].listed[KEYS.watched_prefix] <= 3
+    assert stores[1].calls["set"] == stores[1].calls["get"] == 1
 
 
 def test_a_handler_in_an_active_generation_polls_once_per_lease(handlers: HandlerGroup) -> None:
