@@ -5,7 +5,7 @@ They show the history of a run. They need matplotlib.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -60,6 +60,32 @@ def plot_crashes(histories: Mapping[str, History]) -> Figure:
         axes.set_ylim(0)
     rows[-1].set_xlim(0)
     rows[-1].set_xlabel("seconds since the first step")
+    return figure
+
+
+def plot_operations(operations: Mapping[str, Sequence[tuple[float, str, str]]]) -> Figure:
+    """Plot the operations of stores over time: a row for each store, a mark for each operation.
+
+    Args:
+        operations: By the name of the store, its operations: the time in seconds, the kind and the
+            key.
+    """
+    figure = _figure(1.0 + 0.9 * len(operations))
+    axes = figure.subplots()
+    first = min(time for recorded in operations.values() for time, _, _ in recorded)
+    kinds = sorted({kind for recorded in operations.values() for _, kind, _ in recorded})
+    for row, recorded in enumerate(operations.values()):
+        for number, kind in enumerate(kinds):
+            times = [time - first for time, other, _ in recorded if other == kind]
+            height = row + 0.6 * ((number + 0.5) / len(kinds) - 0.5)
+            axes.plot(times, [height] * len(times), "|", color=COLORS[number], ms=11, mew=1.5)
+    for number, kind in enumerate(kinds):
+        axes.plot([], [], "|", color=COLORS[number], ms=11, mew=1.5, label=kind)
+    axes.set_yticks(range(len(operations)), list(operations))
+    axes.set_ylim(len(operations) - 0.5, -0.5)
+    axes.set_xlabel("seconds since the first operation")
+    figure.legend(loc="outside upper left", ncols=len(kinds), frameon=False)
+    _hide_frame(axes)
     return figure
 
 
