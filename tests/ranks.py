@@ -306,6 +306,8 @@ def _call(request: _Request, rank: int, folder: Path) -> Any:
         timeout=datetime.timedelta(seconds=request.group_seconds),
     )
     try:
+        # A rank may have connected to all others while they still connect. It must not exit then.
+        dist.barrier()
         return function(*args)
     finally:
         if dist.is_initialized():
