@@ -1,5 +1,5 @@
-# Run:ai makes an elastic PyTorchJob of this, whose pods have Kubernetes' 30 seconds to end in (which
-# are too few only where SIGKILL does not end a process at once).
+# Run:ai creates an elastic PyTorchJob from this command. Its pods have 30 seconds to end, the default
+# of Kubernetes. That is too short only if SIGKILL does not end a process immediately.
 runai training pytorch submit train --project team --image registry.example/team/train:1 \
   --no-master --workers 2 --min-replicas 1 --max-replicas 4 \
   --cpu-core-request 1 --cpu-memory-request 2G --large-shm \

@@ -12,11 +12,11 @@ The newest complete state is written. A state that is the same on all ranks has 
 checkpoint directory. Each agent keeps one report there: the parts that it can write, the data files
 that it has written, its current task, and the states that it has committed
 (`final_save_reports`). `final_save_plan.next_action` decides from the reports what an agent does
-next. If another agent could start the same
-task, an agent holds the lock of the checkpoint directory while it reads the reports and publishes
-its task, so that each part is written once. The commit is the last task. The agent that completes
-the set of data files starts it. Without a lock, as at a URL, two agents may write the same part
-or commit the same files, which costs only time.
+next. If another agent could start the same task, an agent holds the lock of the checkpoint
+directory while it reads the reports and publishes its task, so that each part is written once. The
+commit is the last task. The agent that completes the set of data files starts it. Two agents may
+write the same part or commit the same files if there is no lock, as at a URL, or if they share a
+part of a sharded state and one of them is late. This costs only time.
 
 **What can go wrong.**
 
@@ -361,8 +361,10 @@ class SetSaver:
         offers = [offer for report in reports if report.can_write for offer in report.offers]
         owners = [offer for offer in offers if task.is_for(offer) and not offer.is_replica]
         with contextlib.ExitStack() as stack:
-            # No other agent starts the task of the only owner. A commit has no owner.
-            if len(owners) != 1 and self.exchange.num_agents > 1:
+            # No other agent starts the task of the only owner, except for a state that all agents
+            # hold: those that are late have not reported it yet. A commit has no owner.
+            is_only_owner = len(owners) == 1 and task.state.is_sharded
+            if not is_only_owner and self.exchange.num_agents > 1:
                 stack.enter_context(self.folder.storage.lock())
                 if self._decide() != task:
                     return False

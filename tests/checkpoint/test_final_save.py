@@ -6,6 +6,7 @@ import errno
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -249,6 +250,43 @@ def test_one_node_writes_a_common_state_and_another_one_if_its_disk_is_full(
         results += [pool.submit(hosts[rank].save, infos[rank]) for rank in (1, 2)]
         # Nothing is lost, so no node reports a problem.
         assert [result.result(60) for result in results] == ["", "", ""]
+    assert CheckpointManager(checkpoints).verify() == {}
+    assert len(list(checkpoints.glob("step-*/state.*.pack"))) == 1
+
+
+class SlowDisk(DataDisk):
+    """A disk that needs a second to write data."""
+
+    def write_data(self) -> None:
+        time.sleep(1.0)
+
+
+class DiskThatStartsLate(DiskCalls):
+    """A disk that writes the report of a task after another disk is asked to write data.
+
+    It waits at most a second for that.
+    """
+
+    def __init__(self, other: DataDisk) -> None:
+        self.other, self.is_reporting = other, threading.Event()
+
+    def write(self, handle: int, data: memoryview) -> int:
+        if b'"task": {' in data.tobytes():
+            self.is_reporting.set()
+            self.other.tried.wait(1.0)
+        return super().write(handle, data)
+
+
+def test_a_node_that_reports_late_does_not_write_a_common_state_again(
+    tmp_path: Path, checkpoints: Path
+) -> None:
+    infos, slow = nodes(2), SlowDisk()
+    late = DiskThatStartsLate(slow)
+    hosts = [Host(tmp_path / str(rank), checkpoints).keep(4) for rank in range(2)]
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(hosts[0].save, infos[0], late)
+        assert late.is_reporting.wait(60)
+        assert hosts[1].save(infos[1], slow) == first.result(60) == ""
     assert CheckpointManager(checkpoints).verify() == {}
     assert len(list(checkpoints.glob("step-*/state.*.pack"))) == 1
 
