@@ -471,7 +471,7 @@ class ElasticAgent:
             case Change():
                 self._reporter.on_change(message)
                 change = self._with_requested_restart(message)
-                return policy.MembershipChanged(change, self._slots.can_regroup())
+                return policy.MembershipChanged(change, self._can_regroup())
             case Exception():
                 return self._on_rendezvous_error(message)
             case WorkerExitNotice(local_rank):
@@ -533,7 +533,7 @@ class ElasticAgent:
         cause = self._reporter.on_worker_exited(exit_, is_stopping=is_stopping)
         if cause is not None:
             self._peers.publish(publish_root_cause(cause))
-        return policy.WorkerExited(exit_, is_unsaved, is_undecided, self._slots.can_regroup())
+        return policy.WorkerExited(exit_, is_unsaved, is_undecided, self._can_regroup())
 
     def _on_signal(self, number: int) -> AgentEvent:
         options, name = self._options, signal_name(number)
@@ -567,11 +567,20 @@ class ElasticAgent:
 
         Workers that can regroup would continue otherwise.
         """
-        info = self._info
-        is_requested = info is not None and info.generation == self._restart_generation
-        if is_requested and change.kind is ChangeKind.RESIZE:
+        if self._is_restart_requested() and change.kind is ChangeKind.RESIZE:
             return attrs.evolve(change, kind=ChangeKind.RESTART)
         return change
+
+    def _is_restart_requested(self) -> bool:
+        """Return True if an operator has asked to restart the workers of this generation."""
+        return self._info is not None and self._info.generation == self._restart_generation
+
+    def _can_regroup(self) -> bool:
+        """Return True if workers here can continue in the next generation, and may do so.
+
+        A failure may end the generation before the leader has read a request to restart it.
+        """
+        return not self._is_restart_requested() and self._slots.can_regroup()
 
     def _can_notify(self, reason: str) -> bool:
         """Return True if the workers have a stop notice, or accept one now."""
@@ -632,7 +641,7 @@ class ElasticAgent:
                 self._dump_stacks()
             case policy.HangDetected():
                 self._peers.publish(publish_root_cause(self._reporter.on_hang(command)))
-                self._react(attrs.evolve(command, can_regroup=self._slots.can_regroup()))
+                self._react(attrs.evolve(command, can_regroup=self._can_regroup()))
             case _:
                 raise TypeError(f"unknown command: {command!r}")
 
@@ -795,7 +804,7 @@ class ElasticAgent:
         # The job may have ended since the stop began, because a failure was one too many.
         if self._now.state is not AgentState.STOPPING or self._now.must_restart:
             return 0.0
-        return self._options.regroup_grace if self._slots.can_regroup() else 0.0
+        return self._options.regroup_grace if self._can_regroup() else 0.0
 
     def _on_workers_stopped(self, event: policy.WorkersStopped) -> None:
         self._stopper.finish()

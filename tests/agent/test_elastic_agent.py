@@ -691,3 +691,33 @@ def test_a_restart_that_is_requested_during_a_resize_is_not_lost() -> None:
         run.agent.request_restart("an operator", 1)
         wait_until("the second generation", lambda: workers.starts == 2)
         assert workers.reasons == ["restart"]
+
+
+class RegroupableWorker(OneWorker):
+    """A worker that can continue in the next generation. It exits when it is stopped."""
+
+    has_left_group = False
+
+    def regroupable_ranks(self) -> Collection[int]:
+        return tuple(self.running())
+
+    def leave_group(self) -> None:
+        self.has_left_group = True
+
+
+class HandlerOfFailedGeneration(ResizingHandler):
+    """A rendezvous whose generation fails before its leader reads a request to restart."""
+
+    def wait_for_change(self, timeout: float) -> Change | None:
+        change = super().wait_for_change(timeout)
+        return change and Change(ChangeKind.GENERATION_ENDED, "a worker of another node failed")
+
+
+def test_a_restart_that_is_requested_just_before_a_failure_is_not_lost() -> None:
+    workers = RegroupableWorker()
+    with running(workers, HandlerOfFailedGeneration()) as run:
+        run.agent.request_restart("an operator", 1)
+        wait_until("the second start", lambda: workers.starts == 2)
+        assert not workers.has_left_group
+        workers.finish()
+        assert run.result().state is WorkerState.SUCCEEDED
