@@ -61,8 +61,10 @@ class GroupStopper:
         self._deadline = min(deadline, self._deadline or deadline)
         if self._procedure is None:
             return ()
-        timeouts = self._limited_timeouts().with_notice(self._procedure.timeouts.notice_timeout)
-        procedure = attrs.evolve(self._procedure, timeouts=timeouts)
+        procedure = self._procedure
+        timeouts = self._limited_timeouts(has_notice=procedure.is_in_notice)
+        timeouts = timeouts.with_notice(procedure.timeouts.notice_timeout)
+        procedure = attrs.evolve(procedure, timeouts=timeouts)
         if procedure.notice is None:
             self._procedure = procedure
             return ()
@@ -95,15 +97,15 @@ class GroupStopper:
         """
         reason = command.notice if isinstance(command, policy.StopWorkers) else ""
         notice = self._make_notice(reason)
+        is_notified = notice is not None and self.notify(notice, can_regroup=regroup_grace_s > 0)
         procedure = StopProcedure(
-            self._limited_timeouts(),
+            self._limited_timeouts(has_notice=is_notified),
             node_rank=0 if info is None else info.rank,
             num_nodes=1 if info is None else info.world_size,
             is_peer_reachable=has_peers,
             is_coordinated=self._workers.supports_coordinated_stop,
             regroup_grace_s=regroup_grace_s,
         )
-        is_notified = notice is not None and self.notify(notice, can_regroup=regroup_grace_s > 0)
         if is_notified and not regroup_grace_s:
             self._stop_ranks(self._workers.standby_ranks())
         if regroup_grace_s and not is_notified:
@@ -221,16 +223,25 @@ class GroupStopper:
         save_s = SAVE_FRACTION * self._time_left()
         return attrs.evolve(notice, grace_s=min(notice.grace_s, save_s))
 
-    def _limited_timeouts(self) -> StopTimeouts:
-        """Return the timeouts of the signals, so that SIGKILL is sent before the deadline."""
+    def _limited_timeouts(self, *, has_notice: bool) -> StopTimeouts:
+        """Return the timeouts of the signals, so that SIGKILL is sent before the deadline.
+
+        Args:
+            has_notice: The workers save at a notice. Other workers may save at SIGTERM.
+        """
         timeouts = self._timeouts
         if self._deadline is None:
             return timeouts
         left_s = self._time_left()
-        rest_s = left_s - min(self._options.checkpoint_grace, SAVE_FRACTION * left_s)
+        if has_notice:
+            rest_s = left_s - min(self._options.checkpoint_grace, SAVE_FRACTION * left_s)
+            shutdown_s = rest_s / 2
+        else:
+            shutdown_s = SAVE_FRACTION * left_s
+            rest_s = left_s - shutdown_s
         return attrs.evolve(
             timeouts,
-            shutdown_timeout=min(timeouts.shutdown_timeout, rest_s / 2),
+            shutdown_timeout=min(timeouts.shutdown_timeout, shutdown_s),
             kill_timeout=min(timeouts.kill_timeout, max(MIN_KILL_TIMEOUT_S, rest_s / 4)),
         )
 

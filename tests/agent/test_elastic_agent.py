@@ -27,6 +27,7 @@ from elasticlib import (
 )
 from elasticlib.agent.hang_detector import HangLimits
 from elasticlib.agent.options import AgentOptions
+from elasticlib.agent.stop_procedure import StopTimeouts
 from elasticlib.clock import monotonic
 from elasticlib.errors import ConfigError, ElasticError
 from elasticlib.observe.event import Event
@@ -617,11 +618,13 @@ class StubbornWorker(OneWorker):
     def __init__(self) -> None:
         super().__init__()
         self.has_sigterm = threading.Event()
+        self.was_killed = False
 
     def stop(self, local_ranks: Collection[int], *, force: bool = False) -> None:
         del local_ranks
         self.has_sigterm.set()
         if force:
+            self.was_killed = True
             threading.Timer(0.2, self.finish, (-9,)).start()
 
 
@@ -642,6 +645,25 @@ def test_a_deadline_during_a_stop_leaves_workers_a_moment_to_end_after_sigkill()
         run.agent.request_drain("a preemption notice", time_left_s=4.0)
         result = run.result()
     assert (result.state, result.exit_code) == (WorkerState.DRAINED, 75), result.reason
+
+
+def test_workers_that_get_no_notice_have_most_of_a_short_time_to_save_at_sigterm() -> None:
+    workers, waited_s, journal = StubbornWorker(), [0.0], RecordingJournal()
+    timeouts = StopTimeouts(shutdown_timeout=1e6)
+
+    def clock() -> float:
+        return monotonic() + waited_s[0]
+
+    with running(workers, journal=journal, stop_timeouts=timeouts, clock=clock) as run:
+        run.agent.request_drain("a preemption notice", time_left_s=4000.0)
+        assert workers.has_sigterm.wait(60)
+        waited_s[0] = 2000.0
+        for number in (1, 2):  # between the two, the loop polls the stop
+            run.agent.record_control("drain", "ann")
+            wait_until("the event", lambda n=number: journal.kinds.count("control.requested") == n)
+        workers.finish()
+        result = run.result()
+    assert (result.state, workers.was_killed) == (WorkerState.DRAINED, False), result.reason
 
 
 def test_a_drain_for_an_unknown_reason_is_rejected() -> None:
