@@ -638,7 +638,7 @@ class ElasticAgent:
             case policy.Subscribe(topic):
                 self._peers.subscribe(topic)
             case DumpStacks():
-                self._dump_stacks()
+                self._start_stack_dump()
             case policy.HangDetected():
                 self._peers.publish(publish_root_cause(self._reporter.on_hang(command)))
                 self._react(attrs.evolve(command, can_regroup=self._can_regroup()))
@@ -845,8 +845,8 @@ class ElasticAgent:
             )
         self._react(policy.MembershipChanged(Change(ChangeKind.SUCCEEDED, "this node is done")))
 
-    def _dump_stacks(self) -> None:
-        """Collect the workers' stacks in a thread, because that takes about a second."""
+    def _start_stack_dump(self) -> None:
+        """Start a thread that collects the stacks of the workers, which takes about a second."""
         attempt = self._attempt
 
         def dump() -> None:

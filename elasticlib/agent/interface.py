@@ -82,7 +82,8 @@ class SnapshotService(abc.ABC):
         """Prepare for the workers of a generation. No worker of an earlier one is running.
 
         Raises:
-            ConfigError: this rendezvous does not support what the service needs.
+            ConfigError: the rendezvous of `info` does not have what the service needs, such as a
+                store that all nodes share.
         """
 
     def on_workers_stopped(self) -> None:  # noqa: B027 - optional

@@ -323,8 +323,12 @@ class SetSaver:
                 return True
         return False
 
-    def _reports(self) -> dict[str, AgentReport]:
-        """Return the reports without data files that another writer has deleted."""
+    def _read_verified_reports(self) -> dict[str, AgentReport]:
+        """Read the reports of all agents.
+
+        The file of an offer is None if the storage does not have it with its size: another writer
+        may have deleted it.
+        """
         reports = self.exchange.read(self.limits.lost_s)
         steps = {o.state.step for report in reports.values() for o in report.offers if o.file}
         sizes = {step: self.folder.storage.list_files(folder_of(step)) for step in steps}
@@ -340,7 +344,7 @@ class SetSaver:
         }
 
     def _decide(self) -> Task | Finish | None:
-        reports, waited_s = self._reports(), monotonic() - self._started_at
+        reports, waited_s = self._read_verified_reports(), monotonic() - self._started_at
         # An agent that is busy gives up by itself if it makes no progress.
         is_busy = any(report.task for other, report in reports.items() if other != self.agent)
         if is_busy or reports != self._last_seen:
@@ -410,7 +414,9 @@ class SetSaver:
 
     def _commit(self, state: SnapshotState) -> None:
         """Commit a state whose shares are all written."""
-        offers = [o for r in self._reports().values() for o in r.offers if o.state == state]
+        offers = [
+            o for r in self._read_verified_reports().values() for o in r.offers if o.state == state
+        ]
         plan = newest_complete((o for o in offers if o.file), self.exchange.load_chunks)
         files = {offer.share: offer.file for offer in offers if offer.file}
         if isinstance(plan, str):

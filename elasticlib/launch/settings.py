@@ -113,12 +113,15 @@ class Settings:
         return " and ".join(setting.origin for setting in self._given(names))
 
     def drop(self, *names: str, reason: str) -> Settings:
-        """Return the settings with the defaults of these, and a warning for each that was set."""
+        """Return a copy in which these settings have their defaults.
+
+        The copy has a warning for each of them that a flag, a variable or a scheduler had set.
+        """
         warnings = (f"ignoring {s.origin}={s.value}: {reason}" for s in self._given(names))
         return self.reset(*names).with_warnings(*warnings)
 
     def reset(self, *names: str) -> Settings:
-        """Return the settings with the defaults of these, without a warning."""
+        """Return a copy in which these settings have their defaults, without a warning."""
         defaults = {name: _DEFAULTS[name] for name in names}
         return Settings({**self.settings, **defaults}, self.warnings)
 

@@ -62,11 +62,11 @@ class TorchStoreProxy:
     _server: TcpStoreServer
 
     def forward_to(self, host: str, port: int) -> None:
-        """Forward torch's clients to the store at this address from now on."""
+        """Forward clients of torch's TCPStore to the store at this address from now on."""
         self._server.forward_torch_clients_to((host, port))
 
     def stop_forwarding(self) -> None:
-        """Reject torch's clients from now on."""
+        """Reject clients of torch's TCPStore until `forward_to` is called again."""
         self._server.forward_torch_clients_to(None)
 
 

@@ -169,7 +169,7 @@ def find_runs(name: str | os.PathLike[str] = "", *, directory: Path | None = Non
     if not found:
         raise RunNotFoundError(_not_found_message(text, directory, known))
     launch = _newest_launch(found)
-    _warn_of_others(launch, found, is_named=bool(text))
+    _warn_of_other_jobs(launch, found, is_named=bool(text))
     return [record.events for record in launch]
 
 
@@ -331,8 +331,13 @@ def _overlaps(record: RunRecord, other: RunRecord) -> bool:
     return record.started_at <= other.finished_at and other.started_at <= record.finished_at
 
 
-def _warn_of_others(launch: list[RunRecord], found: Iterable[RunRecord], *, is_named: bool) -> None:
-    """Warn of jobs with the same missing id and, if no run was named, of other running jobs."""
+def _warn_of_other_jobs(
+    launch: list[RunRecord], found: Iterable[RunRecord], *, is_named: bool
+) -> None:
+    """Warn of jobs that have the same id and ran at the same time as this launch.
+
+    If the user has named no run, also warn of other running jobs.
+    """
     same, alive = list[str](), list[str]()
     for record in found:
         if is_same_job(record, launch[0]):

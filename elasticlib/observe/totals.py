@@ -70,7 +70,7 @@ class NodeTotals:
 def totals_of(aggregate: NodeAggregate) -> NodeTotals:
     """Return the totals of a node. Thread-safe."""
     history, status = history_of_node(aggregate), aggregate.status
-    startup, lost = _split_costs(history)
+    startup, lost = _startup_and_lost_costs(history)
     trained = [at for made in history.generations if (at := made.first_step_at) is not None]
     later = sorted(history.generations[1:], key=lambda made: -made.cost.seconds)
     most_expensive = sorted(later[:MAX_LISTED_GENERATIONS], key=lambda made: made.started_at)
@@ -93,7 +93,7 @@ def totals_of(aggregate: NodeAggregate) -> NodeTotals:
     )
 
 
-def _split_costs(history: History) -> tuple[RecoveryCost, RecoveryCost]:
+def _startup_and_lost_costs(history: History) -> tuple[RecoveryCost, RecoveryCost]:
     """Return the cost of the startup, and of everything that was lost later."""
     startup, lost = RecoveryCost(), RecoveryCost()
     for number, made in enumerate(history.generations):

@@ -478,7 +478,13 @@ class LocalNode:
     # -- writing as a member -----------------------------------------------------------------------
 
     def _write_remembered_state(self, snapshot: JobSnapshot) -> bool:
-        """Write this node's last state if the store has lost the job. Return whether it was."""
+        """Write the last state that this node was a member of if the store has lost the job.
+
+        Nothing is written if the store has a state of that generation or a later one.
+
+        Returns:
+            Whether the state was written.
+        """
         state = self.intent.remembered_state
         if state is None or not is_replaceable(snapshot.state, state.incarnation):
             return False

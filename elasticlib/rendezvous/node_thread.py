@@ -299,7 +299,7 @@ class NodeThread:
             except Exception as error:
                 log.exception("the rendezvous thread failed: this node leaves the job")
                 self.stop(RendezvousError(f"the rendezvous failed: {format_error(error)}"))
-            self._wait_for_requests(self._run_tasks(pause))
+            self._wait_for_requests(self._run_added_tasks(pause))
         self.stop()
         self.close_bootstrap_store()
         try:
@@ -374,8 +374,15 @@ class NodeThread:
         again = node.publish_status(result, snapshot, now)
         return min(again, result.requeue_after_s or self._timeouts.lease_ttl)
 
-    def _run_tasks(self, pause: float) -> float:
-        """Run the tasks that are due if there is time for it. Return how long to wait then."""
+    def _run_added_tasks(self, pause: float) -> float:
+        """Run the due tasks of `add_task`, unless the rendezvous has something to do.
+
+        Args:
+            pause: the seconds until the rendezvous has something to do without a request.
+
+        Returns:
+            The seconds to wait after that for the next task or the end of the pause.
+        """
         if pause <= 0 or self.is_stopping or self.node.is_store_away:
             return pause
         started_at = self._clock()

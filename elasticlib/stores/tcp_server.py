@@ -445,10 +445,10 @@ class TcpStoreServer:
         if size > limit:
             self._disconnect_for(client, f"one client has at most {limit} bytes")
             return False
-        self._enforce_total_limit()  # many clients can request long replies within one turn
+        self._enforce_total_buffer_limit()  # many clients can request long replies within one turn
         return client.number in self._clients
 
-    def _enforce_total_limit(self) -> None:
+    def _enforce_total_buffer_limit(self) -> None:
         """Disconnect the clients with the largest buffers until the total is within its limit."""
         limit = self._limits.max_buffered_bytes
         while (size := self._buffered_bytes) > limit:

@@ -341,11 +341,11 @@ class LocalWorkers(Workers):
             # Peers of a killed worker may have failed, and reported that, before the agent noticed.
             preceding_failure=None
             if self._stop_was_requested or found.failed_independently
-            else self._failing(before=at),
+            else self._first_reported_failure(before=at),
         )
 
-    def _failing(self, before: float) -> WorkerExit | None:
-        """Return the first failure before a time that was reported by a worker that still exits.
+    def _first_reported_failure(self, before: float) -> WorkerExit | None:
+        """Return the first failure before this time that a worker reported and still exits from.
 
         A failing process needs time to exit. Its peers may notice the failure and exit before it.
         """

@@ -481,7 +481,10 @@ class WorkerOutput:
     def _open_tee(self, stream: Streams, path: str) -> int:
         """Write all bytes to a file, and lines with the worker's prefix to the console.
 
-        Lines that match the plan's filters also go to another file.
+        Lines that contain a filter text of this stream also go to another file.
+
+        Returns:
+            The descriptor that the worker writes to.
         """
         file = self._open_file(path)
         filtered_path = self._files.filtered.get(stream)
