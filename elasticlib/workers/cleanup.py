@@ -30,7 +30,7 @@ def stat_fields(pid: int) -> list[bytes]:
 
 
 def process_start_ticks(pid: int) -> int:
-    """Return when a process was started, in clock ticks since boot, or 0 if there is none.
+    """Return when a process was started, in clock ticks since boot, or 0 if there is no process.
 
     Together with the pid, this identifies a process: a later one of the same pid has another time.
     """
@@ -76,7 +76,10 @@ def _session_of(pid: int) -> int | None:
 
 
 def _has_no_running_thread(fields: list[bytes]) -> bool:
-    """Return whether a process has exited. Its first thread may exit before the others."""
+    """Return whether the process with these `stat_fields` has exited.
+
+    A process whose main thread has exited is still running if it has other threads.
+    """
     return fields[0] in (b"Z", b"X") and int(fields[_NUM_THREADS]) <= 1
 
 
@@ -102,7 +105,7 @@ def signal_worker(pid: int, number: int) -> None:
 
 
 def signal_member(session: int, pid: int, number: int) -> bool:
-    """Send a signal to a process if it belongs to the session; return whether it did."""
+    """Send a signal to a process if it belongs to the session; return whether it was sent."""
     with contextlib.ExitStack() as stack:
         try:
             handle = open_pidfd(pid)

@@ -73,7 +73,8 @@ class WorkerContext:
 
         Call this method between two steps, on every rank. All ranks must call it equally often,
         because the agents agree on the number of the call at which all ranks stop. A rank that
-        calls it more often stops at an earlier step, and the next collective of the others fails.
+        calls it more often stops at an earlier step, and the next collective of the other ranks
+        fails.
 
         All ranks get the same answer at the same call, and after a stop request the answer stays
         the same. The call returns at once, unless an agent wants a stop: then it blocks until all
@@ -97,11 +98,12 @@ class WorkerContext:
         return self._stop
 
     def on_stop(self, callback: Callable[[], object]) -> Callable[[], None]:
-        """Register a function that `should_stop` calls once a stop is agreed, before it returns.
+        """Register a function that `should_stop` calls before it first returns a stop request.
 
         Use it to end work in the background that must end before the process does. Functions are
-        called in the order of their registration. If one raises, the others are still called;
-        `should_stop` raises its error, and returns the request at its next call.
+        called in the order of their registration. They are not called for a resize in which this
+        worker regroups, because its process continues. If a function raises, the others are still
+        called; `should_stop` raises the error, and returns the request at its next call.
 
         Args:
             callback: The function, called without arguments.
@@ -120,8 +122,9 @@ class WorkerContext:
     def step(self, step: int, *, loss: float | None = None, samples: float | None = None) -> None:
         """Report that a step is finished; this is the worker's heartbeat.
 
-        A second report of the same step adds its loss and its samples, and does not count as
-        another step. The agent samples the reports into events, which `status` and `report` show.
+        A second report of the same step does not count as another step; its loss replaces the
+        earlier one, and its samples are added. The agent samples the reports into events, which
+        `status` and `report` show.
 
         Args:
             step: The number of the step.
@@ -154,7 +157,7 @@ class WorkerContext:
             self._channel.report_saved(step, monotonic())
 
     def report_snapshot(self, step: int) -> None:
-        """Report that a snapshot is in memory that outlives this process.
+        """Report that a snapshot is stored in memory that remains when this process exits.
 
         Args:
             step: The step of the snapshot.
@@ -207,16 +210,17 @@ class WorkerContext:
             self._channel.report_group_failure(self._assignment)
 
     def should_leave_group(self) -> bool:
-        """Return whether the group of this worker has finished."""
+        """Return whether the group of this worker has finished; False before its first group."""
         channel = self._channel
         return channel is not None and channel.finished_group >= self._assignment > 0
 
     def accept_assignment(self) -> dict[str, str] | None:
-        """Return this worker's place in its next group, once the agent has assigned one.
+        """Accept the place in the next group that the agent has assigned to this worker.
 
         Returns:
             The variables of the environment that differ in the next group (RANK, WORLD_SIZE,
-            MASTER_ADDR, MASTER_PORT, ELASTICLIB_GENERATION and others), or None before.
+            MASTER_ADDR, MASTER_PORT, ELASTICLIB_GENERATION and others), or None if there is no
+            assignment that this worker has not accepted yet.
         """
         channel = self._channel
         found = None if channel is None else channel.accept_assignment(self._assignment)

@@ -41,7 +41,7 @@ _INTERNAL_PATHS = (_PACKAGE + os.sep, os.path.join(os.path.dirname(_PACKAGE), "c
 
 
 def install_exception_hooks(error_file: str) -> None:
-    """Record the failures of this process from now on.
+    """Install hooks that record the failures of this process, and enable faulthandler.
 
     Args:
         error_file: The path of the record; empty to write none.
@@ -55,7 +55,7 @@ def install_exception_hooks(error_file: str) -> None:
 
 
 def record_exception(error: BaseException) -> None:
-    """Record an exception that ends this process, also SystemExit with a text.
+    """Record an exception that ends this process, if the hooks are installed.
 
     The function that runs the user's program calls this, because the hooks see neither an exit nor
     an exception that the excepthook of the script suppresses.
@@ -66,7 +66,7 @@ def record_exception(error: BaseException) -> None:
 
 
 def write_error_file(error_file: str, error: BaseException, trace: str, thread: str = "") -> bytes:
-    """Write an error.json and return its content. An error of the disk only loses the record."""
+    """Write an error.json. Return its content, also if the file cannot be written."""
     name, now = type(error).__name__, int(wall())
     record = make_error_record(name, _message_of(error), trace, now, thread=thread)
     with contextlib.suppress(OSError):
@@ -127,7 +127,10 @@ class ErrorFileWriter:
         atexit.register(self._on_exit)
 
     def record_main_thread(self, error: BaseException) -> None:
-        """Record an exception that ends the process; it replaces those of other threads."""
+        """Record an exception that ends the process; it replaces the exceptions of other threads.
+
+        Only the exit code of a SystemExit with an integer is recorded, unless the code is 0.
+        """
         if error is self._recorded:
             return
         if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
@@ -191,7 +194,7 @@ def _message_of(error: BaseException) -> str:
 
 
 def _raised_in(error: BaseException) -> str:
-    """Name the innermost function of the traceback, its file and its line."""
+    """Return the innermost function of the traceback with its file and line; empty without one."""
     location = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
@@ -272,7 +275,7 @@ class FailureReport:
 
 
 def read_failure_report(error_file: Path) -> FailureReport:
-    """Read what the worker with this error file has recorded."""
+    """Read the failure that a worker has recorded in its error file and in its exit file."""
     data = _read(error_file, MAX_ERROR_FILE_BYTES)
     record = parse_error_record(data)
     try:
@@ -284,7 +287,7 @@ def read_failure_report(error_file: Path) -> FailureReport:
 
 
 def remove_exit_file(error_file: Path) -> None:
-    """Remove the second file of a worker that has exited."""
+    """Remove the exit file of a worker that has exited; its error file stays."""
     with contextlib.suppress(OSError):  # there may be none
         _exit_file(error_file).unlink()
 
@@ -294,7 +297,10 @@ def _exit_file(error_file: Path) -> Path:
 
 
 def _timestamp(record: Mapping[str, Any]) -> float:
-    """Return the time in torch's record, which a program may write without these hooks."""
+    """Return the time in an error.json, or infinity if it has none.
+
+    It is needed for a program that writes torch's record and no exit file.
+    """
     try:
         return float(int((_extra_info(record) or {})["timestamp"])) or float("inf")
     except (KeyError, TypeError, ValueError, OverflowError):

@@ -57,12 +57,15 @@ class WorkerExit:
 
     @property
     def has_failed(self) -> bool:
-        """True if the worker failed by itself. A worker that was stopped has not failed."""
+        """True if the worker failed by itself.
+
+        A worker that was asked to stop has failed only if it recorded an error message.
+        """
         return not self.succeeded and (not self.stop_was_requested or bool(self.message))
 
     @property
     def root_failure(self) -> WorkerExit:
-        """The first failure that is known from this exit."""
+        """The preceding failure of another worker if one is known, otherwise this exit."""
         return self.preceding_failure or self
 
     @property
@@ -79,7 +82,7 @@ class WorkerExit:
 
     @property
     def was_killed(self) -> bool:
-        """True for a signal that usually is sent from outside, such as SIGKILL."""
+        """True if a signal ended the worker that other processes usually send, such as SIGKILL."""
         return self.signal in _EXTERNAL_SIGNALS
 
     @property

@@ -82,7 +82,7 @@ def serve(first: int, second: int, directory: str, preload: Sequence[str]) -> li
     server.report_ready(problem)
     job = server.answer_requests()
     _rename_process(process_name)
-    return _become_like_new_interpreter(job, before, _changed_since(before))
+    return _become_like_new_interpreter(job, before, _variables_changed_since(before))
 
 
 class _ForkServer:
@@ -102,7 +102,11 @@ class _ForkServer:
         self._wakeup = (-1, -1)  # a pipe that is readable after SIGCHLD
 
     def report_ready(self, problem: str) -> None:
-        """Report that this process can fork workers, or why not. A problem ends the process."""
+        """Report that this process can fork workers, or report the problem and exit.
+
+        Args:
+            problem: why this process cannot fork workers; empty if it can.
+        """
         self._supervisor.send({"problem": problem[:MAX_REASON_CHARS]})
         if problem:
             os._exit(0)
@@ -161,7 +165,7 @@ class _ForkServer:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wakeup[1], warn_on_full_buffer=False)
 
-    def _ignore_children(self) -> None:
+    def _stop_watching_children(self) -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for number in self._wakeup:
@@ -179,7 +183,11 @@ class _ForkServer:
             self._second_pid = 0
 
     def _fork_second_server(self) -> None:
-        """Fork the second fork server; this process is the second one when the child returns."""
+        """Fork the second fork server.
+
+        In the child, this object becomes the second server: it imports DEFERRED_IMPORTS before this
+        method returns. The parent continues as the first server.
+        """
         second = self._second
         self._second = None
         if second is None:
@@ -194,7 +202,7 @@ class _ForkServer:
         if self._second_pid:
             second.close()
             return
-        self._ignore_children()
+        self._stop_watching_children()
         set_parent_death_signal(first_pid)
         self._supervisor.close()
         self._supervisor, self._pid = second, os.getpid()
@@ -222,7 +230,7 @@ class _ForkServer:
             job = enter_session(self._pid, descriptors)
             for signal_number, handler in self._dispositions.items():
                 signal.signal(signal_number, handler)
-            self._ignore_children()
+            self._stop_watching_children()
             self._supervisor.send({"number": number, "pid": os.getpid()})
             if self._supervisor.has_unsent:
                 raise OSError("the supervisor process reads no messages")
@@ -250,7 +258,11 @@ def _rename_process(new: str) -> str:
 
 
 def _ignore_worker_signals() -> dict[int, Any]:
-    """Ignore signals that schedulers send to every process; return the previous dispositions."""
+    """Ignore signals that schedulers send to every process.
+
+    Returns:
+        The previous dispositions of the signals that were not ignored before.
+    """
     dispositions: dict[int, Any] = {}
     for number in WORKER_SIGNALS:
         previous = signal.signal(number, signal.SIG_IGN)
@@ -288,14 +300,19 @@ def _import_modules(modules: Sequence[str]) -> str:
 
 
 def _may_be_missing(missing: str, module: str) -> bool:
-    """Return whether torch is not installed, or is a version without `module`."""
+    """Return whether an import failed because torch is not installed, or does not have `module`.
+
+    Args:
+        missing: the name of the module that was not found.
+        module: the module whose import failed.
+    """
     if f"{module}.".startswith(f"{missing}."):
         return True
     return module != "torch" and missing.split(".")[0] == "torch"
 
 
 def _import_failure(module: str, error: BaseException) -> str:
-    """Return the module, the error, and where the error was raised."""
+    """Return a text with the module, the error, and the line that raised the error."""
     frames = traceback.extract_tb(error.__traceback__)
     places = [f for f in frames if not f.filename.startswith("<frozen") and f.filename != __file__]
     # The first frame is importlib's call.
@@ -303,8 +320,8 @@ def _import_failure(module: str, error: BaseException) -> str:
     return f"{module} cannot be imported: {type(error).__name__}: {error}{where}"
 
 
-def _changed_since(before: dict[str, str]) -> dict[str, str]:
-    """Return the environment variables that imported modules have set."""
+def _variables_changed_since(before: dict[str, str]) -> dict[str, str]:
+    """Return the environment variables that imported modules have set or changed."""
     return {
         key: text
         for key, text in os.environ.items()
@@ -362,7 +379,7 @@ def _become_like_new_interpreter(
 
 
 def _rebuild_sys_stdin() -> None:
-    """Open `sys.stdin` again, because the previous object has the properties of another file."""
+    """Replace `sys.stdin` in a worker, because it has the properties of the fork server's stdin."""
     previous = sys.__stdin__
     if previous is None or sys.stdin is not previous:
         return  # An imported module has replaced it.
@@ -380,7 +397,10 @@ def _rebuild_sys_stdin() -> None:
 
 
 def _reseed_generators() -> None:
-    """Reseed what a new interpreter seeds. `random` and OpenSSL do so themselves after a fork."""
+    """Give NumPy, torch and multiprocessing new random seeds, as a new interpreter does.
+
+    `random` and OpenSSL reseed themselves after a fork.
+    """
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
         numpy.seed()

@@ -100,7 +100,7 @@ class Workers(abc.ABC):
     handle. By default, the agent has a loop of its own, and `on_exit` wakes it from any thread."""
 
     def prepare(self, spec: WorkerSpec) -> None:  # noqa: B027 - optional
-        """Begin preparations for the first start, and return. Called at most once."""
+        """Begin preparations for the first start, and return. The agent calls it at most once."""
 
     def wait_until_prepared(self) -> None:  # noqa: B027 - optional
         """Block until the preparations are done, or `close` is called. Thread-safe."""
@@ -115,7 +115,7 @@ class Workers(abc.ABC):
         Args:
             group: the workers of this node.
             on_exit: receives the local rank of each worker that exits. It only puts a message into
-                a queue, so any thread may call it, before `start` returns too.
+                a queue, so any thread may call it, even before `start` returns.
 
         Raises:
             ConfigError: this node cannot run such workers. The agent ends its run.
@@ -159,8 +159,9 @@ class Workers(abc.ABC):
         """Ask the workers to save and exit by themselves.
 
         Returns:
-            True if they have `notice.grace_s` for it; any exit code is accepted. False, the
-            default, if no worker can receive a notice. The agent then stops all of them at once.
+            True if the workers were asked. The agent then waits up to `notice.grace_s` seconds for
+            their exits, and accepts any exit code. False, the default, if no worker can receive a
+            notice. The agent then stops all workers at once.
         """
         del notice
         return False
@@ -170,7 +171,7 @@ class Workers(abc.ABC):
 
         Returns:
             The number of the call, counted from 1, or None while a worker is inside a call that
-            does not wait for the agent yet; always None if workers cannot be asked.
+            does not wait for the agent yet; always None if the workers receive no notices.
         """
         return None
 
@@ -191,14 +192,15 @@ class Workers(abc.ABC):
         return self.heartbeats()
 
     def dump_stacks(self, local_ranks: Collection[int], *, save: bool = False) -> Mapping[int, str]:
-        """Return the Python stacks of all threads of these workers. Thread-safe.
+        """Return the Python stacks of these workers, at least of their main threads. Thread-safe.
 
         Args:
             local_ranks: the workers to ask.
             save: append the stacks to the workers' log directories too.
 
         Returns:
-            A text by local rank. A worker that does not answer within about a second is missing.
+            The stacks as text, by local rank. A worker that does not answer within about a second
+            is left out.
         """
         del local_ranks, save
         return {}
@@ -214,7 +216,7 @@ class Workers(abc.ABC):
         return {}
 
     def leave_group(self) -> None:  # noqa: B027 - optional
-        """Make the workers of a group leave it as soon as they can, and wait for the next."""
+        """Ask the workers to leave their group as soon as they can and to wait for the next."""
 
     def has_group_failure(self) -> bool:
         """Return True if a worker has reported that a collective of its group failed."""

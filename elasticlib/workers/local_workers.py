@@ -74,7 +74,7 @@ class _Process:
         return self.process.pid
 
     def read_result(self) -> tuple[Any, str]:
-        """Return what the function returned, and why it cannot be read, or "".
+        """Return the return value of the function, and why it cannot be read; empty if it can.
 
         The file is read once. This may run code of the value's class.
         """
@@ -201,7 +201,7 @@ class LocalWorkers(Workers):
         try:
             for worker in group.workers:
                 if worker.local_rank in self._processes:
-                    self._keep(group, worker)
+                    self._assign_running_worker(group, worker)
             new = [one for one in everyone if one.local_rank not in self._processes]
             directories = {
                 worker.local_rank: self._run_dir.create_worker_dir(group.attempt, worker.local_rank)
@@ -220,7 +220,7 @@ class LocalWorkers(Workers):
             keep={process.directory.parent for process in self._processes.values()}
         )
 
-    def _keep(self, group: WorkerGroup, worker: Worker) -> None:
+    def _assign_running_worker(self, group: WorkerGroup, worker: Worker) -> None:
         """Give a running worker its assignment in this group."""
         process = self._processes[worker.local_rank]
         process.worker = worker
@@ -289,7 +289,8 @@ class LocalWorkers(Workers):
     def _on_exit(self, process: _Process, on_exit: Callable[[int], None]) -> None:
         """Report a worker's exit; called by the event loop.
 
-        The result of a function is read in another thread, because its own code runs then.
+        The result of a function is read in another thread, because unpickling runs code of the
+        user.
         """
         local = process.worker.local_rank
 
@@ -328,10 +329,12 @@ class LocalWorkers(Workers):
         if returncode == 0:
             value, unreadable = process.read_result()
             return attrs.evolve(found, value=value, value_error=unreadable)
-        return self._explained(found, process, report)
+        return self._with_cause(found, process, report)
 
-    def _explained(self, found: WorkerExit, process: _Process, report: FailureReport) -> WorkerExit:
-        """Add all that is known of the cause of a failure."""
+    def _with_cause(
+        self, found: WorkerExit, process: _Process, report: FailureReport
+    ) -> WorkerExit:
+        """Return the exit with all that is known about the cause of the failure."""
         at = min(report.failed_at, process.process.exited_at)
         return attrs.evolve(
             self._with_message(found, process, report),

@@ -81,7 +81,10 @@ def numa_cpu_sets(
 
 
 def call_torch_numa(binding: str, local_world_size: int) -> list[list[int]]:
-    """Return what torch.numa chooses for each local rank; this process initializes the GPUs."""
+    """Return the CPUs that torch.numa chooses for each local rank.
+
+    The call initializes the GPUs in this process.
+    """
     import torch
 
     try:
@@ -108,7 +111,8 @@ def read_oom_kill_count(
 ) -> int | None:
     """Return the number of processes of this cgroup that the kernel has killed for lack of memory.
 
-    Without such a cgroup it is the number of the whole machine, or None if that is unknown.
+    If the cgroup does not count them, the number of the whole machine is returned, or None if that
+    is unknown, too.
     """
     try:
         files = oom_kill_files(membership.read_text(), mount)

@@ -62,7 +62,7 @@ class LineSplitter:
         return lines + self.rest() if len(self._partial) > MAX_LINE_BYTES else lines
 
     def rest(self) -> list[bytes]:
-        """Return the line without an end, if there is one, with a newline."""
+        """Remove and return the last line if it has no end yet, with a newline added to it."""
         partial, self._partial = self._partial, b""
         return [partial.rstrip(b"\r") + b"\n"] if partial else []
 
@@ -80,7 +80,7 @@ class TailBuffer:
         self._end = end[-TAIL_BYTES:]
 
     def text(self) -> str:
-        """Return the last lines; of each, what follows its last carriage return."""
+        """Return the last lines, without the text before the last carriage return of each line."""
         lines = self._end.split(b"\n")
         if self._is_cut and len(lines) > 1:
             del lines[0]
@@ -99,7 +99,7 @@ class Console:
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream  # a text stream, or a file descriptor
-        self._fd = _nonblocking_fd(stream)  # None for a stream that is not a pipe or a terminal
+        self._fd = _open_nonblocking(stream)  # None for a stream that is not a pipe or a terminal
         self._pending = bytearray()
         self._num_dropped = 0  # lines since the last notice
         self._is_broken = False  # a write failed; the console gets nothing more
@@ -122,7 +122,7 @@ class Console:
             while self.has_pending:
                 del self._pending[: self._write(bytes(self._pending[:CHUNK_BYTES]))]
                 if not self._pending and self._num_dropped:
-                    self._pending += self._notice()
+                    self._pending += self._take_drop_notice()
         except BlockingIOError:
             pass
         except Exception as error:
@@ -135,7 +135,7 @@ class Console:
             )
 
     def close(self) -> None:
-        """Free the descriptor; report what was never shown."""
+        """Close the descriptor. Log how many lines were never shown, if there are any."""
         num_lost = self._num_dropped + self._pending.count(b"\n")
         if num_lost and not self._is_broken:
             log.warning(
@@ -159,13 +159,17 @@ class Console:
         self._stream.flush()
         return len(data)
 
-    def _notice(self) -> bytes:
+    def _take_drop_notice(self) -> bytes:
         count, self._num_dropped = self._num_dropped, 0
         return b"[elasticlib]: %d lines were dropped, because the console did not read\n" % count
 
 
-def _nonblocking_fd(stream: Any) -> int | None:
-    """Open a pipe or terminal again, so that only elasticlib's writes to it do not block."""
+def _open_nonblocking(stream: Any) -> int | None:
+    """Open a stream's pipe or terminal again, so that only elasticlib's writes to it do not block.
+
+    Returns:
+        The new descriptor. None for another kind of stream, or if it cannot be opened.
+    """
     try:
         fd = stream if isinstance(stream, int) else stream.fileno()
         mode = os.fstat(fd).st_mode
@@ -212,7 +216,11 @@ class PipeReader:
         self._is_closed = False
 
     def read(self) -> bool:
-        """Pass on what is there, at most CHUNK_BYTES; return whether there may be more now."""
+        """Pass on up to CHUNK_BYTES that wait in the pipe. The end of the stream closes the reader.
+
+        Returns:
+            Whether more bytes may wait in the pipe now.
+        """
         try:
             chunk = b"" if self._is_closed else os.read(self.fd, CHUNK_BYTES)
         except BlockingIOError:
@@ -302,7 +310,7 @@ class OutputThread:
         with self._lock:
             thread, self._thread = self._thread, None
         if thread is not None:
-            self._call(lambda: self._end_by(monotonic() + timeout))
+            self._call(lambda: self._drain_and_end_by(monotonic() + timeout))
             # A file system that hangs the thread must not hang the agent.
             thread.join(timeout + 1.0)
         for console in self._consoles.values():
@@ -326,13 +334,13 @@ class OutputThread:
                 if key.fd == wake_fd:
                     os.read(wake_fd, CHUNK_BYTES)
                 else:
-                    self._guard(key.data.read)
+                    self._run_and_log_errors(key.data.read)
             while self._requests:
-                self._guard(self._requests.popleft())
+                self._run_and_log_errors(self._requests.popleft())
             for console in list(self._consoles.values()):
                 console.flush()
         for reader in list(self._readers):
-            self._guard(reader.close)
+            self._run_and_log_errors(reader.close)
         selector.close()
         with self._lock:
             os.close(wake_fd)
@@ -354,12 +362,12 @@ class OutputThread:
         self._readers.add(reader)
         reader.on_close = forget
 
-    def _end_by(self, deadline: float) -> None:
+    def _drain_and_end_by(self, deadline: float) -> None:
         self._deadline = deadline
         for reader in list(self._readers):
-            self._guard(reader.drain)
+            self._run_and_log_errors(reader.drain)
 
-    def _guard(self, act: Callable[[], object]) -> None:
+    def _run_and_log_errors(self, act: Callable[[], object]) -> None:
         try:
             act()
         except Exception as error:
@@ -424,7 +432,7 @@ class WorkerOutput:
             timeout: The time limit in seconds.
 
         Returns:
-            Whether that is so; False after the timeout.
+            True if all of it is there, False after the timeout.
         """
         deadline = monotonic() + timeout
         for reader in self._readers:
@@ -479,7 +487,7 @@ class WorkerOutput:
         return writing
 
     def _open_tee(self, stream: Streams, path: str) -> int:
-        """Write all bytes to a file, and lines with the worker's prefix to the console.
+        """Open a pipe whose bytes go to a file, and whose lines go to the console with a prefix.
 
         Lines that contain a filter text of this stream also go to another file.
 

@@ -54,7 +54,9 @@ class ProcessLauncher:
         self._has_warned = False  # about a fork server that cannot be used
 
     def prepare(self, spec: WorkerSpec, inherited: Mapping[str, str], cores: int) -> None:
-        """Start a fork server for these workers, unless there is one or they are not forked.
+        """Start a fork server for these workers, unless they are not forked.
+
+        The current fork server is kept if it has the same command and the same environment.
 
         Raises:
             ConfigError: the directory of the user's modules does not exist.
@@ -70,7 +72,7 @@ class ProcessLauncher:
         command = self._python_command(
             "", "fork_server", "{first}", "{second}", directory, *self._preload
         )
-        job = self._job(command, environment, cpu_set=None)
+        job = self._make_job(command, environment, cpu_set=None)
         if all(self._server_job.get(key) == job[key] for key in ("command", "environment")):
             return
         self._supervisor.start_fork_server(job)
@@ -79,9 +81,10 @@ class ProcessLauncher:
             self._first_deadline = monotonic() + FORK_SERVER_TIMEOUT_S
 
     def wait_prepared(self) -> None:
-        """Wait until the fork server is ready or cannot be used, within bounds. Thread-safe.
+        """Wait until the fork server is ready or cannot be used. Thread-safe.
 
-        A new interpreter would need as long to import torch.
+        The wait ends FORK_SERVER_TIMEOUT_S after the start of the first fork server. A worker in a
+        new interpreter would not be faster, because it has to import torch as well.
         """
         if self._server_job:
             self._supervisor.wait_for_fork_server(max(0.0, self._first_deadline - monotonic()))
@@ -107,16 +110,20 @@ class ProcessLauncher:
         """
         cpu_set = self._cpu_sets[local_rank] if local_rank < len(self._cpu_sets) else None
         if program[0] == "command":
-            job = self._job(program[1:], environment, cpu_set)
+            job = self._make_job(program[1:], environment, cpu_set)
             return self._supervisor.start(job, outputs, may_fork=False)
         program = (environment["TORCHELASTIC_ERROR_FILE"], *program)
-        job = self._job(self._python_command(*program), environment, cpu_set)
+        job = self._make_job(self._python_command(*program), environment, cpu_set)
         job["program"] = program
         job["server_environment"] = self._server_job.get("environment", {})
-        return self._supervisor.start(job, outputs, may_fork=self._check_fork_server())
+        return self._supervisor.start(job, outputs, may_fork=self._can_use_fork_server())
 
-    def _check_fork_server(self) -> bool:
-        """Return whether workers may be forked. Raises ConfigError."""
+    def _can_use_fork_server(self) -> bool:
+        """Return whether workers may be forked; log a warning if the fork server cannot be used.
+
+        Raises:
+            ConfigError: a module of --preload cannot be imported.
+        """
         if not self._server_job:
             return False
         problem = self._supervisor.fork_server_problem
@@ -128,7 +135,7 @@ class ProcessLauncher:
             self._has_warned = True
         return not problem
 
-    def _job(
+    def _make_job(
         self, command: tuple[str, ...], environment: dict[str, str], cpu_set: CpuSet | None
     ) -> dict[str, Any]:
         return {

@@ -77,7 +77,7 @@ class RunDir:
         return path
 
     def remove_attempts(self, keep: Collection[Path]) -> None:
-        """Remove the directories of attempts except some, unless the directory is kept."""
+        """Remove the directories of all attempts except `keep`, unless this directory is kept."""
         if not self.kept:
             for path in self.path.glob("attempt_*"):
                 if path not in keep:
@@ -149,7 +149,10 @@ class SnapshotDir:
             self._supervisor.remove_directory(str(path))
 
     def _create(self, path: Path | None) -> Path:
-        """Create the directory, at its previous path unless that belongs to another user."""
+        """Create the directory; `path` is its previous path, or None if it was never created.
+
+        The path is used again unless it belongs to another user now.
+        """
         if path is not None:
             log.warning(
                 "%s was removed while this job runs, and the snapshots in memory with it; it is "
@@ -174,6 +177,7 @@ class SnapshotDir:
 
 
 def _create_in_memory() -> Path:
+    """Create a directory in shared memory, or in TMPDIR if shared memory cannot be used."""
     usable = os.access(SHARED_MEMORY, os.W_OK | os.X_OK)
     try:
         return Path(tempfile.mkdtemp(prefix=PREFIX, dir=SHARED_MEMORY if usable else None))

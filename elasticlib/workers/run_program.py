@@ -55,7 +55,7 @@ def run_program(error_file: str, kind: str, name: str, *args: str) -> NoReturn:
         name: The path of the script, the name of the module, or the file with the function.
         args: The arguments of the program, or the file for the function's return value.
     """
-    main = _fresh_main()
+    main = _replace_main_module()
     try:
         install_exception_hooks(error_file)
         stack_dump.install_dump_handler()
@@ -72,7 +72,8 @@ def run_program(error_file: str, kind: str, name: str, *args: str) -> NoReturn:
     exit_process(code)
 
 
-def _fresh_main() -> types.ModuleType:
+def _replace_main_module() -> types.ModuleType:
+    """Replace the module `__main__` by an empty one, and return the new module."""
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
     main.__loader__ = importlib.machinery.BuiltinImporter
@@ -120,13 +121,13 @@ def _run_script(main: types.ModuleType, path: str, args: tuple[str, ...]) -> Non
     main.__loader__ = loader
     if sys.version_info < (3, 15):
         main.__dict__["__cached__"] = None
-    exec(_code(path, loader), main.__dict__)
+    exec(_load_code(path, loader), main.__dict__)
 
 
 _Source = importlib.machinery.SourceFileLoader
 
 
-def _code(path: str, loader: Any) -> types.CodeType:
+def _load_code(path: str, loader: Any) -> types.CodeType:
     if not isinstance(loader, _Source):
         code: types.CodeType = loader.get_code("__main__")
         return code
@@ -202,10 +203,16 @@ def _pickled_value(value: object, name: str) -> bytes:
 
 
 def _find_unpicklable(value: object, path: str, seen: set[int]) -> tuple[str, object]:
-    """Return the path and the value of the innermost part that cannot be pickled.
+    """Find the innermost part of a value that cannot be pickled.
 
-    The value cannot be pickled. A set is returned itself, because its items have no path. `seen`
-    holds the ids of the objects on the way, because a value may contain itself.
+    Args:
+        value: the value, which cannot be pickled as a whole.
+        path: the text that names the value.
+        seen: the ids of the objects that contain the value, because a value may contain itself.
+
+    Returns:
+        The path of the part, and the part itself. An item of a set has no path, so the set counts
+        as the innermost part.
     """
     seen.add(id(value))
     for step, part in _parts_of(value):
@@ -232,7 +239,7 @@ def _parts_of(value: object) -> list[tuple[str, object]]:
 def _report_exception(error: BaseException) -> int:
     """Print an exception of the program as the interpreter does, and return the exit code."""
     if isinstance(error, SystemExit):
-        return _exit_code(error.code)
+        return _report_system_exit(error.code)
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
@@ -241,7 +248,7 @@ def _report_exception(error: BaseException) -> int:
     try:
         sys.excepthook(type(error), error, trace)
     except SystemExit as exit_error:
-        return _exit_code(exit_error.code)
+        return _report_system_exit(exit_error.code)
     except BaseException as broken:
         _report_broken_excepthook(broken, error)
     return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
@@ -258,7 +265,8 @@ def _report_broken_excepthook(broken: BaseException, error: BaseException) -> No
     sys.__excepthook__(type(error), error, error.__traceback__)
 
 
-def _exit_code(code: Any) -> int:
+def _report_system_exit(code: Any) -> int:
+    """Return the exit code of a SystemExit; print its argument if that is no number."""
     if code is None:
         return 0
     if isinstance(code, int):
@@ -315,7 +323,10 @@ def _flush_streams() -> bool:
 
 
 def _clear_globals() -> None:
-    """Delete the program's global objects, so that their finalizers run and files are closed."""
+    """Delete the program's global objects, so that their finalizers run and files are closed.
+
+    Nothing is deleted while other threads run.
+    """
     if len(sys._current_frames()) > 1:
         return  # other threads still use the names
     _keep_ddp_alive()
@@ -366,7 +377,7 @@ def pickled(function: Function) -> bytes:
     """Return a pickle of the function and its arguments that workers can load at each start.
 
     Raises:
-        ConfigError: They cannot be sent to another process.
+        ConfigError: The function or an argument cannot be sent to another process.
     """
     file = io.BytesIO()
     pickler = _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL)
@@ -429,7 +440,12 @@ def write_payload(path: Path, function: Function) -> None:
 
 
 def read_result(path: Path) -> tuple[Any, str]:
-    """Return the function's return value, and why it cannot be read; empty if it can."""
+    """Read the return value of a worker's function.
+
+    Returns:
+        The value, and why it cannot be read. The value is None if the file does not exist. The
+        reason is empty if there is no error.
+    """
     try:
         with open_regular_file(path) as handle, open(handle, "rb", closefd=False) as file:
             return pickle.load(file), ""
@@ -444,7 +460,7 @@ def check_not_importing() -> None:
     """Check that this process is not a worker that is importing the file of its function.
 
     Raises:
-        ConfigError: It is.
+        ConfigError: This process is such a worker.
     """
     from multiprocessing.process import current_process
 

@@ -397,7 +397,8 @@ def check_start_method(method: str, preload: tuple[str, ...]) -> None:
     """Check a start method and the modules to import before workers are forked.
 
     Raises:
-        ConfigError: The method is unknown, does not fork workers, or a module's name is invalid.
+        ConfigError: The method is unknown, a module is given although the method does not fork
+            workers, or a module's name is invalid.
     """
     if method not in START_METHODS:
         methods = ", ".join(START_METHODS)
@@ -425,7 +426,10 @@ def check_preload(preload: tuple[str, ...], entrypoint: Entrypoint) -> None:
 
 
 def visible_device_for(local_rank: int, inherited: Mapping[str, str]) -> str:
-    """Return the GPU of a worker: the one of its number among the visible GPUs.
+    """Return the GPU of a worker, as a value for CUDA_VISIBLE_DEVICES.
+
+    It is the entry at the local rank in the inherited variable, or the local rank itself if the
+    variable is not set.
 
     Raises:
         ConfigError: Fewer GPUs are visible.
@@ -445,5 +449,5 @@ def visible_device_for(local_rank: int, inherited: Mapping[str, str]) -> str:
 
 
 def substitute_local_rank(args: tuple[str, ...], local_rank: int) -> tuple[str, ...]:
-    """Return the arguments with the value of torchrun's macro `${local_rank}`."""
+    """Return the arguments with torchrun's macro `${local_rank}` replaced by the local rank."""
     return tuple(arg.replace(LOCAL_RANK_MACRO, str(local_rank)) for arg in args)

@@ -43,7 +43,7 @@ _is_registered = False  # also true in a forked child, which the agent sends no 
 
 
 def install_dump_handler() -> None:
-    """Let the agent collect the stacks of this worker, even if it never opens its context."""
+    """Let the agent collect the stacks of this worker, even if its script never calls `context`."""
     path = os.environ.get(CHANNEL_ENV, "")
     with contextlib.suppress(OSError):  # the agent has exited
         if path:
@@ -53,22 +53,23 @@ def install_dump_handler() -> None:
 
 
 def register_dump_handler(channel: WorkerChannel) -> None:
-    """Write this process's stacks to a file in memory on DUMP_SIGNAL.
+    """Register a handler of DUMP_SIGNAL that writes the main thread's stack to a file in memory.
 
-    Does nothing if that is so already, or if the program handles the signal itself.
+    Nothing happens if the handler is registered already, cannot be registered, or if the program
+    handles or ignores the signal itself.
     """
     global _is_registered
     if _is_registered or signal.getsignal(DUMP_SIGNAL) is not signal.SIG_DFL:
         return
     with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):
-        fd = _with_high_number(os.memfd_create(MEMFD_NAME))
+        fd = _move_to_high_number(os.memfd_create(MEMFD_NAME))
         fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
         faulthandler.register(DUMP_SIGNAL, file=fd, all_threads=False)
         channel.set_stack_dumper(os.getpid(), fd)
         _is_registered = True
 
 
-def _with_high_number(fd: int) -> int:
+def _move_to_high_number(fd: int) -> int:
     try:
         high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, MIN_DUMP_FD)
     except OSError:  # the limit of open files is lower
@@ -89,7 +90,7 @@ def collect_stacks(workers: Mapping[int, StackDumper], timeout: float = 1.0) -> 
         refusals: dict[int, str] = {}
         dumps: dict[int, _PendingDump] = {}
         for local_rank, (session, pid, fd) in workers.items():
-            refusal = _why_not(session, pid)
+            refusal = _signal_refusal(session, pid)
             file = None if refusal else _open_dump(pid, fd)
             if file is None:
                 refusal = refusal or (
@@ -105,7 +106,7 @@ def collect_stacks(workers: Mapping[int, StackDumper], timeout: float = 1.0) -> 
 
 
 def append_to_stack_file(log_dir: Path, text: str) -> None:
-    """Add stacks to the file in the worker's log directory. An error of the disk loses them."""
+    """Append stacks to the file in the worker's log directory. An error of the file is ignored."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     with contextlib.suppress(OSError), open_regular_file(log_dir / STACK_FILE, flags) as fd:
         os.write(fd, text.encode(errors="replace"))
@@ -142,8 +143,11 @@ def _wait_for_dumps(dumps: Mapping[int, _PendingDump], timeout: float) -> dict[i
     return {local_rank: text for local_rank, text in texts.items() if text}
 
 
-def _why_not(session: int, pid: int) -> str:
-    """Return why a process must not get the signal, which would kill it; empty if it handles it."""
+def _signal_refusal(session: int, pid: int) -> str:
+    """Return why a process must not get DUMP_SIGNAL, or '' if the process handles the signal.
+
+    The signal kills a process that does not handle it.
+    """
     try:
         # A process that has the same number by chance is in another session.
         is_gone = os.getsid(pid) != session

@@ -95,7 +95,10 @@ class _ForkServer:
 
     @property
     def usable_link(self) -> _ForkLink | None:
-        """The second process has imported more than the first one, so it is preferred."""
+        """The link to a process that can fork workers now, or None.
+
+        The second process has imported more modules than the first one, so it is preferred.
+        """
         return next((link for link in reversed(self.links) if link.is_ready), None)
 
     @property
@@ -104,7 +107,7 @@ class _ForkServer:
 
 
 class Supervisor:
-    """The state of a supervisor process. `run` is its whole life."""
+    """The state of a supervisor process, which ends after `run`."""
 
     def __init__(self, agent_pid: int, agent_link: socket.socket) -> None:
         self._pid = os.getpid()
@@ -448,7 +451,10 @@ class Supervisor:
         self._unclean.append((worker.pid, worker.start_ticks, worker))
 
     def _fork_session_killer(self) -> None:
-        """Kill what is left of sessions, in a child process that does nothing else."""
+        """Fork a child process that kills what is left of the sessions of exited processes.
+
+        There is at most one such child at a time.
+        """
         if self._cleaner_pid or not self._unclean:
             return
         sessions, self._unclean = self._unclean, []
@@ -517,7 +523,7 @@ class Supervisor:
 
 
 def _start_ticks_by_pid(link: _ForkLink) -> dict[int, int]:
-    """Wait for the end of a killed fork server. Return {pid: start ticks} of its workers.
+    """Wait for the exit of a killed fork server, and return its workers as {pid: start ticks}.
 
     The socket is closed when the fork server and all of its unfinished workers have exited, so no
     report can be missed.

@@ -60,8 +60,8 @@ class _Request:
 class SupervisorClient:
     """Starts workers through the supervisor process of this agent. Thread-safe.
 
-    The supervisor is started when it is first needed, and again if it exits. Its messages are read
-    by the event loop, which a method that waits for one of them runs.
+    The supervisor is started when it is first needed, and again if it exits. The event loop reads
+    its messages. A method that waits for a message runs the loop meanwhile.
     """
 
     def __init__(self, loop: EventLoop, *, close_timeout: float = CLOSE_TIMEOUT_S) -> None:
@@ -82,13 +82,20 @@ class SupervisorClient:
     # -- directories -------------------------------------------------------------------------------
 
     def add_directory(self, path: str) -> None:
-        """Remove the directory of this absolute path when the agent exits. Raises OSError."""
+        """Let the supervisor remove this directory when the agent exits.
+
+        Args:
+            path: the absolute path of the directory.
+
+        Raises:
+            OSError: the supervisor process cannot be started.
+        """
         with self._lock:
             self._directories.add(path)
             self._connect().send({"op": "add_directory", "path": path})
 
     def remove_directory(self, path: str) -> None:
-        """Forget a directory."""
+        """Cancel `add_directory`: the supervisor does not remove the directory any more."""
         with self._lock:
             self._directories.discard(path)
             if self._connection is not None:
@@ -114,7 +121,7 @@ class SupervisorClient:
 
     @property
     def fork_server_problem(self) -> str:
-        """Why the fork server cannot be used, or an empty string."""
+        """Why the fork server cannot be used; empty if it can, or if that is not known yet."""
         return self._server_problem or ""
 
     # -- workers -----------------------------------------------------------------------------------
@@ -155,7 +162,7 @@ class SupervisorClient:
         raise WorkerStartError(request.error)
 
     def call_on_exit(self, process: SupervisedProcess, callback: Callable[[], object]) -> None:
-        """Call back in the event loop once the process has exited."""
+        """Call a function in the event loop once the process has exited."""
         with self._lock:
             process.on_exit = callback
             if process.has_exited:
@@ -166,13 +173,17 @@ class SupervisorClient:
         return self._loop.run_until(lambda: process.has_exited, timeout)
 
     def release(self, process: SupervisedProcess) -> None:
-        """Allow the pid to be reused; the agent must not send signals to it any more."""
+        """Let the supervisor reap the process. The agent must not use its pid any more."""
         with self._lock:
             if self._connection is not None:
                 self._connection.send({"op": "release", "id": process.id})
 
     def wait_until_clean(self, timeout: float) -> bool:
-        """Wait until nothing is left of the sessions of exited workers; return whether it is so."""
+        """Wait until the sessions of exited workers have no processes.
+
+        Returns:
+            True if they have none, False after the timeout in seconds.
+        """
         return self._loop.run_until(
             lambda: not any(one.has_exited for one in list(self._processes.values())), timeout
         )
@@ -371,7 +382,15 @@ def _start_supervisor(link: int) -> subprocess.Popen[bytes]:
 def _standard_streams(
     *, stdin: bool, outputs: Sequence[int | None] = (None, None)
 ) -> tuple[int | None, int, int]:
-    """Return the descriptors of stdin, None for an empty one, and of stdout and stderr."""
+    """Return the descriptors that a new process gets as its standard streams.
+
+    Args:
+        stdin: whether the process inherits the stdin of this process, if there is one.
+        outputs: descriptors for stdout and stderr; None for those of this process.
+
+    Returns:
+        The descriptors for stdin, stdout and stderr. The first is None for an empty stdin.
+    """
     stdout, stderr = (own if out is None else out for own, out in enumerate(outputs, 1))
     return (0 if stdin and _has_stdin() else None, stdout, stderr)
 

@@ -125,7 +125,10 @@ def write_job(job: Mapping[str, Any]) -> int:
 
 
 def set_parent_death_signal(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent exits."""
+    """Ask the kernel to kill this process when its parent exits.
+
+    If the parent has exited already, this process exits with code 1.
+    """
     import ctypes
 
     if sys.platform == "linux":
@@ -144,9 +147,10 @@ def adopt_orphans() -> None:
 
 
 def enter_session(parent: int, descriptors: Sequence[int]) -> Message:
-    """Make a forked process the leader of a session, with the streams of its job; return the job.
+    """Make a forked process the leader of a session, and return the job that it gets.
 
-    The kernel kills the process when its parent exits. Raises OSError or ValueError.
+    The process gets the standard streams, the working directory and the processors of its job. The
+    kernel kills it when its parent exits. Raises OSError or ValueError.
     """
     os.setsid()
     set_parent_death_signal(parent)

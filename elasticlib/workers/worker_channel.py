@@ -158,10 +158,10 @@ class WorkerChannel:
     # -- the worker's end ---------------------------------------------------------------------
 
     def claim(self, pid: int) -> bool:
-        """Return whether this process reports for the worker.
+        """Claim the channel for a process; return whether this process reports for the worker.
 
-        It is the process that the agent named. If the agent named none, it is the first one that
-        claims the channel.
+        Only the process that the agent named reports. If the agent named none, it is the first
+        process that claims the channel.
         """
         words = self._words
         if words[_WORKER_PID] not in (0, pid):
@@ -211,7 +211,7 @@ class WorkerChannel:
     def report_step(
         self, step: int, now: float, loss: float | None = None, samples: float | None = None
     ) -> None:
-        """Count a step, unless it repeats the last one; add its loss and samples in any case."""
+        """Count a step, unless it repeats the last one; set the loss and add the samples anyway."""
         words, seconds = self._words, self._seconds
         seconds[_ACTIVE_AT] = now
         count = words[_NUM_STEPS]
@@ -345,8 +345,9 @@ class WorkerChannel:
     def will_poll_should_stop(self, now: float) -> bool:
         """Return whether the first call of `should_stop` is expected soon.
 
-        The worker reported lately that it starts to train, and no step or save since, as a worker
-        that never calls `should_stop` would.
+        This is so if the worker has reported within the last FIRST_POLL_TIMEOUT_S that its first
+        step is about to begin, and has reported no step or save. A worker that reports a step or a
+        save before its first call of `should_stop` is taken for one that never calls it.
         """
         words = self._words
         has_reported = words[_NUM_STEPS] or words[_NUM_SAVES]
@@ -354,7 +355,10 @@ class WorkerChannel:
 
     @property
     def stack_dumper(self) -> tuple[int, int]:
-        """The process that writes its stacks on a signal, and its descriptor; (0, ...) for none."""
+        """The pid of the process that writes its stacks on a signal, and its descriptor for them.
+
+        The pid is 0 if there is no such process.
+        """
         return self._words[_DUMPER_PID], self._words[_DUMPER_FD]
 
     def request_stop(self, reason: str, deadline: float) -> None:
@@ -470,7 +474,7 @@ class WorkerChannels:
                 self.close(local_rank)
 
     def start_group(self) -> None:
-        """Forget the workers of the previous group that have exited."""
+        """Forget the last heartbeats of workers that have exited, because a new group starts."""
         with self._lock:
             self._final.clear()
 
@@ -494,7 +498,7 @@ class WorkerChannels:
                 raise OSError(str(error)) from error
 
     def regroupable_ranks(self) -> set[int]:
-        """Return the workers that can continue in another group, and all that are in none."""
+        """Return the local ranks of workers that can join another group or are in no group."""
         with self._lock:
             return self._standby | {n for n, page in self._open.items() if page.can_regroup}
 
@@ -510,16 +514,16 @@ class WorkerChannels:
             return any(page.has_group_failure for page in self._members())
 
     def standby_ranks(self) -> dict[int, bool]:
-        """Return the workers in no group, each with whether it is ready for an assignment."""
+        """Return the workers that are in no group, as {local rank: ready for an assignment}."""
         with self._lock:
             ready = {local: page.is_standby for local, page in self._open.items()}
             return {n: is_ready for n, is_ready in ready.items() if is_ready or n in self._standby}
 
     def notify(self, notice: StopNotice) -> bool:
-        """Request a stop; return False if no member calls `should_stop`.
+        """Request a stop from all members; return False if none of them calls `should_stop`.
 
-        If workers of an earlier group called it, these are about to: they may have stepped already,
-        and the steps since their last save would be lost.
+        If a worker of an earlier group called it, the members are expected to call it as well:
+        otherwise they would lose the steps since their last save.
         """
         with self._lock:
             now, channels = monotonic(), self._members()
@@ -543,7 +547,10 @@ class WorkerChannels:
             return max(known, default=1) if len(known) == len(calls) else None
 
     def stop_at_call(self, call: int, notice: StopNotice) -> None:
-        """Make all members stop at this call, for the reason of this notice."""
+        """Make all members stop at this call, for the reason of this notice.
+
+        The deadline of the request is never later than the deadline that `notify` has set.
+        """
         with self._lock:
             deadline = min(self._deadline, monotonic() + notice.grace_s)
             for channel in self._members():
