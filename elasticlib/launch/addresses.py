@@ -99,7 +99,10 @@ def is_loopback(address: str) -> bool:
 
 
 def bind_error(addresses: Iterable[str], port: int) -> str | None:
-    """Return why none of the addresses can be bound, or None if one can. It is free on return."""
+    """Return why none of the addresses can be bound, or None if one can.
+
+    The call binds each address only for a moment.
+    """
     reason = "no address"
     for address in addresses:
         try:

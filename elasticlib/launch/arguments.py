@@ -89,7 +89,7 @@ def resolve_launch(args: argparse.Namespace, environment: Mapping[str, str]) -> 
         if settings["run_path"] and settings["no_python"]:
             reason = f"{settings.origins('run_path')} takes precedence"
             settings = settings.drop("no_python", reason=reason)
-        config, settings = _config(settings, environment)
+        config, settings = _make_config(settings, environment)
         entrypoint = _entrypoint(settings, args.training_script, tuple(args.training_script_args))
         return LaunchRequest(with_run_id(config, entrypoint), entrypoint, settings, scheduler)
     except ConfigError as error:
@@ -97,7 +97,7 @@ def resolve_launch(args: argparse.Namespace, environment: Mapping[str, str]) -> 
 
 
 def _with_origins(error: ConfigError, settings: Settings) -> ConfigError:
-    """Return the error with the variables that gave the settings it names."""
+    """Return the error with the variables that have set the settings in its message, if any."""
     names = error.names if isinstance(error, SettingError) else ()
     given = [(name, settings.settings[name]) for name in dict.fromkeys(names)]
     origins = [
@@ -109,8 +109,10 @@ def _with_origins(error: ConfigError, settings: Settings) -> ConfigError:
     return ConfigError(f"{flag_message(error)}{suffix}")
 
 
-def _config(settings: Settings, environment: Mapping[str, str]) -> tuple[LaunchConfig, Settings]:
-    """Return the configuration, and the settings with warnings about what has no effect."""
+def _make_config(
+    settings: Settings, environment: Mapping[str, str]
+) -> tuple[LaunchConfig, Settings]:
+    """Return the configuration, and the settings with warnings about settings without effect."""
     min_nodes, max_nodes = node_range(settings["nnodes"])
     is_python = not (settings["no_python"] or settings["run_path"])
     torchrun, warnings = read_torchrun_variables(environment, python=is_python)
@@ -212,7 +214,10 @@ def _hang_limits(text: str | None) -> HangLimits | None:
 
 
 def _signal_options(settings: Settings) -> AgentOptions:
-    """Return which signals stop the run and which drain the node; given names beat defaults."""
+    """Return the signals that stop the run, and those that drain the node.
+
+    A signal that is given for one purpose is removed from the defaults of the other.
+    """
     stop = read_signals(settings["signals_to_handle"], "--signals-to-handle")
     drain = read_signals(settings["drain_signals"], "--drain-signals")
     default_drain: tuple[int, ...] = DRAIN_SIGNALS

@@ -57,14 +57,14 @@ def is_function_name(name: str) -> bool:
 
 
 def import_function(name: str, option: str) -> Any:
-    """Import what `package.module:function` names.
+    """Import the function of a name `package.module:function`.
 
     Args:
         name: the name.
-        option: the option that gave it, as a key of `FLAGS`.
+        option: the option that gave the name, as a key of `FLAGS`.
 
     Raises:
-        ConfigError: it cannot be imported.
+        ConfigError: the function cannot be imported.
     """
     module, _, path = name.partition(":")
     try:
@@ -98,7 +98,7 @@ def check_backend(name: str) -> None:
 
 
 def open_backend(name: str, parameters: BackendParameters) -> Store | RendezvousHandler:
-    """Import a plug-in and return what it opens.
+    """Import and call a plug-in, and return the store or the handler that it opens.
 
     Raises:
         ConfigError: the plug-in cannot be imported, fails, or returns something else.

@@ -117,7 +117,7 @@ def check_disk_space(path: str, min_free_bytes: int = MIN_FREE_DISK_BYTES) -> Ch
 
 
 def check_loopback() -> CheckResult:
-    """Check that a process of this machine can connect to another one."""
+    """Check that a TCP connection over 127.0.0.1 can be opened, and carries data unchanged."""
     sent = os.urandom(1024)
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(CONNECT_TIMEOUT_S)
@@ -202,7 +202,7 @@ def check_product(device: str, size: int = MATRIX_SIZE) -> CheckResult:
 def expected_entries(size: int) -> list[list[int]]:
     """Return the entries of the product of `check_product` in its first `PERIOD` rows and columns.
 
-    All others repeat these.
+    All other entries repeat them.
     """
     return [
         [

@@ -128,7 +128,7 @@ def run_checks(
     """Run all checks in order.
 
     Args:
-        endpoint: host and port of a TCP store, or None to skip the checks of it.
+        endpoint: host and port of a TCP store, or None to skip the checks of the store.
         secret: the secret of the store.
         log_dir: a directory to check, or None.
     """

@@ -18,7 +18,12 @@ WRITE_TIMEOUT_S = 1.0
 
 
 def write_with_timeout(descriptor: int, data: bytes, timeout_s: float) -> bool:
-    """Write data, and return False once none of it was accepted for `timeout_s` seconds."""
+    """Write data to a descriptor.
+
+    Returns:
+        True if all data was written. False if the descriptor accepted none for `timeout_s` seconds;
+        a part of the data may have been written before.
+    """
     poll = select.poll()
     poll.register(descriptor, select.POLLOUT)
     while data:
@@ -29,7 +34,10 @@ def write_with_timeout(descriptor: int, data: bytes, timeout_s: float) -> bool:
 
 
 class ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Logs to stderr. After a line was dropped, later lines do not wait until one is accepted."""
+    """Logs to stderr, and drops a line that stderr does not accept within WRITE_TIMEOUT_S.
+
+    After a drop, each line that stderr does not accept at once is dropped, until one is accepted.
+    """
 
     def __init__(self) -> None:
         super().__init__(sys.stderr)

@@ -40,17 +40,17 @@ def print_plan(request: LaunchRequest, inherited: Mapping[str, str]) -> None:
     """Print the settings and the environment of the workers."""
     show(
         "elasticrun --dry-run: nothing is started",
-        Table((), [*_settings(request)], "settings (with the flag or variable of each)"),
+        Table((), [*_setting_rows(request)], "settings (with the flag or variable of each)"),
         Table(
             (),
-            [*_variables(request, inherited)],
+            [*_variable_rows(request, inherited)],
             "worker environment (in addition to inherited variables)",
         ),
         Table((), [(text,) for text in request.settings.warnings], "ignored"),
     )
 
 
-def _settings(request: LaunchRequest) -> Iterator[tuple[str, ...]]:
+def _setting_rows(request: LaunchRequest) -> Iterator[tuple[str, ...]]:
     """Yield a row per setting; the settings that were given precede the defaults."""
     config, settings = request.config, request.settings
     low, high = config.min_nodes, config.max_nodes
@@ -91,7 +91,7 @@ def _value_text(request: LaunchRequest, name: str) -> str:
 
 
 def _effective_value(request: LaunchRequest, name: str) -> object:
-    """Return the value that the configuration has where the setting was not given."""
+    """Return the value that the configuration uses for a setting that was not given."""
     config, supervision = request.config, request.config.supervision
     if name in _SIGNAL_FIELDS:
         numbers = getattr(supervision.agent, _SIGNAL_FIELDS[name])
@@ -102,10 +102,12 @@ def _effective_value(request: LaunchRequest, name: str) -> object:
     return None
 
 
-def _variables(request: LaunchRequest, inherited: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
+def _variable_rows(
+    request: LaunchRequest, inherited: Mapping[str, str]
+) -> Iterator[tuple[str, ...]]:
     """Yield a row per variable that the workers do not inherit unchanged.
 
-    The row has one value if it is the same for all workers.
+    The row has a single value if all workers have the same value.
     """
     environments = _environments(request, inherited)
     for name in sorted(environments[0]):

@@ -118,7 +118,7 @@ def run_node(
     on_start: Callable[[ElasticAgent], object] = lambda _: None,
     on_summary: Callable[[str], object] = lambda _: None,
 ) -> RunResult:
-    """Run this node's agent until the job ends, and return the result, in any state.
+    """Run this node's agent until the job ends. Return the result, also if the job failed.
 
     Args:
         config: the configuration of this node.
@@ -140,7 +140,7 @@ def run_node(
         check_local_resources(config, entrypoint, os.environ)
         secret = read_secret(os.environ, config.options.secret_file, "--rdzv-conf secret_file")
         workers = workers or create_local_workers(config, os.environ)
-        snapshot_service = _snapshot_service(config, workers, secret)
+        snapshot_service = _make_snapshot_service(config, workers, secret)
         rendezvous = open_rendezvous(config, secret)
         stack.callback(rendezvous.close)
         server = stack.enter_context(contextlib.closing(ObservabilityServer(config, os.environ)))
@@ -173,7 +173,7 @@ def run_node(
         result = agent.run()
         publish_last_status()
         write_failure_json(workers, result)
-        _leave_job(rendezvous, config, result)
+        _serve_store_for_others(rendezvous, config, result)
     on_summary(format_summary(journal, persistent_log_dir(workers)))
     return result
 
@@ -186,7 +186,7 @@ def _log_start(config: LaunchConfig, found_by: str) -> None:
 
 
 def _remote_status_hint(config: LaunchConfig) -> str:
-    """Return how to ask for the status on a machine that has no record of the run."""
+    """Return the command that shows the status on other machines; empty if there is none."""
     is_tcp = config.rdzv_backend in TCP_BACKENDS
     if config.max_nodes == 1 or config.is_single_node or not is_tcp:
         return ""
@@ -198,7 +198,9 @@ def _remote_status_hint(config: LaunchConfig) -> str:
 
 
 def with_torch_environment(config: LaunchConfig, environment: Mapping[str, str]) -> LaunchConfig:
-    """Return the configuration with what torch's agent reads from variables, where it is not set.
+    """Return the configuration with the settings that torch's agent reads from variables.
+
+    A setting that the configuration sets itself is kept.
 
     Raises:
         ConfigError: a variable has an invalid value.
@@ -214,11 +216,13 @@ def with_torch_environment(config: LaunchConfig, environment: Mapping[str, str])
     return attrs.evolve(config, torchrun=attrs.evolve(options, **unset))
 
 
-def _leave_job(rendezvous: RendezvousSetup, config: LaunchConfig, result: RunResult) -> None:
+def _serve_store_for_others(
+    rendezvous: RendezvousSetup, config: LaunchConfig, result: RunResult
+) -> None:
     """Serve the store for as long as the other nodes need it from this node."""
     options = config.supervision.agent
     timeouts = StopTimeouts(shutdown_timeout=shutdown_timeout_of(config))
-    with _signal_check(options) as is_interrupted:
+    with _observe_stop_signals(options) as is_interrupted:
         if result.state in (WorkerState.DRAINED, WorkerState.STOPPED):
             # With several endpoints, even a single other node finds the next store.
             min_nodes = 1 if len(config.endpoints) > 1 else config.min_nodes
@@ -235,7 +239,7 @@ def _leave_job(rendezvous: RendezvousSetup, config: LaunchConfig, result: RunRes
             rendezvous.serve_until_nodes_left(is_interrupted)
 
 
-def _snapshot_service(
+def _make_snapshot_service(
     config: LaunchConfig, workers: Workers, secret: bytes | None
 ) -> SnapshotService | None:
     """Return the service that holds the snapshots of workers on this machine, or None."""
@@ -296,7 +300,7 @@ def shutdown_timeout_of(config: LaunchConfig) -> float:
 
 
 @contextlib.contextmanager
-def _signal_check(options: AgentOptions) -> Iterator[Callable[[], bool]]:
+def _observe_stop_signals(options: AgentOptions) -> Iterator[Callable[[], bool]]:
     """Yield a function that returns True once this process has received a stop signal."""
     signals: queue.SimpleQueue[int] = queue.SimpleQueue()
     with SignalObserver(options.stop_signals, signals.put):

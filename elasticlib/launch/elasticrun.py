@@ -131,7 +131,9 @@ def _run_node(request: LaunchRequest, workers: Workers) -> _CommandResult:
 
 
 def write_error_file(record: bytes) -> None:
-    """Write an error to the file that the launcher's own launcher reads, as torchx does.
+    """Write an error.json for the program that started elasticrun, such as torchx.
+
+    Nothing is written if that program has not set TORCHELASTIC_ERROR_FILE.
 
     The file is not replaced by a rename, because on Kubernetes it is /dev/termination-log.
     """

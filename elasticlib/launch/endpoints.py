@@ -38,7 +38,11 @@ def resolve_rendezvous_settings(settings: Settings) -> Settings:
 
 
 def drop_unusable_scheduler_settings(settings: Settings) -> Settings:
-    """Return resolved settings without those of the scheduler that do not fit the others."""
+    """Return resolved settings without the settings of the scheduler that do not fit the others.
+
+    A node rank beyond the number of nodes is dropped as well, also if the user has given it, in a
+    job with an endpoint and without static ranks.
+    """
     backend = settings["rdzv_backend"]
     static = backend == "static"
     if not static and backend not in _TCP:
@@ -49,7 +53,7 @@ def drop_unusable_scheduler_settings(settings: Settings) -> Settings:
         settings = _drop_from_scheduler(settings, "topology", "this is a single-node job")
     elif static:
         settings = _drop_from_scheduler(settings, "topology", "static ranks are fixed")
-    nodes, rank = _nodes(settings), settings["node_rank"]
+    nodes, rank = _valid_node_range(settings), settings["node_rank"]
     if not static and rank is not None and nodes is not None and rank >= nodes[1]:
         # This node is a spare: the job is smaller than its allocation.
         reason = f"the job has up to {nodes[1]} nodes"
@@ -76,8 +80,8 @@ def node_range(text: str) -> tuple[int, int]:
     return minimum, maximum
 
 
-def _nodes(settings: Settings) -> tuple[int, int] | None:
-    """Return the node range, or None if it is invalid, which is reported later."""
+def _valid_node_range(settings: Settings) -> tuple[int, int] | None:
+    """Return the node range, or None if it is invalid; `node_range` reports the error later."""
     try:
         return node_range(settings["nnodes"])
     except ConfigError:
@@ -99,8 +103,8 @@ def _resolve_standalone(settings: Settings) -> Settings:
         conflicting.append("rdzv_backend")
     if settings.source(*conflicting) < standalone:
         higher = (n for n in conflicting if settings.source(n) < standalone)
-        return settings.drop("standalone", reason=_precedence(settings, *higher))
-    if settings.source("nnodes") > standalone and _nodes(settings) != (1, 1):
+        return settings.drop("standalone", reason=_precedence_reason(settings, *higher))
+    if settings.source("nnodes") > standalone and _valid_node_range(settings) != (1, 1):
         conflicting.append("nnodes")
     lower = [
         name
@@ -112,10 +116,14 @@ def _resolve_standalone(settings: Settings) -> Settings:
 
 
 def _resolve_single_node(settings: Settings) -> Settings:
-    """Make one node without a port a single-node job, with any rank, as torchrun does."""
+    """Make a job of one node without a master port a single-node job.
+
+    The node may have any rank, as in torchrun. Jobs with an endpoint or another backend than static
+    stay as they are.
+    """
     rank = settings["node_rank"]
     static = settings["rdzv_backend"] in (None, "static") and not settings["rdzv_endpoint"]
-    is_one_node = _nodes(settings) == (1, 1)
+    is_one_node = _valid_node_range(settings) == (1, 1)
     if not (is_one_node and static) or settings["master_port"] or (rank is not None and rank < 0):
         return settings
     settings = settings.reset("master_port", *(["node_rank"] if rank == 0 else []))
@@ -134,8 +142,8 @@ def _resolve_static(settings: Settings) -> Settings:
     if endpoint is Source.DEFAULT or (master is Source.FLAG and endpoint is Source.FLAG):
         return settings
     if master < endpoint:
-        return settings.drop("rdzv_endpoint", reason=_precedence(settings, *_MASTER))
-    return settings.drop(*_MASTER, reason=_precedence(settings, "rdzv_endpoint"))
+        return settings.drop("rdzv_endpoint", reason=_precedence_reason(settings, *_MASTER))
+    return settings.drop(*_MASTER, reason=_precedence_reason(settings, "rdzv_endpoint"))
 
 
 def _resolve_master(settings: Settings) -> Settings:
@@ -143,25 +151,28 @@ def _resolve_master(settings: Settings) -> Settings:
     master = settings.source(*_MASTER)
     others = settings.source("rdzv_endpoint", "rdzv_backend")
     if others is Source.DEFAULT:
-        nodes = _nodes(settings)
+        nodes = _valid_node_range(settings)
         is_elastic = nodes is not None and nodes[0] < nodes[1]
         return _as_endpoint(settings) if is_elastic and master is not Source.FLAG else settings
     if master < others:
-        reason = _precedence(settings, *_MASTER)
+        reason = _precedence_reason(settings, *_MASTER)
         return settings.drop("rdzv_endpoint", "rdzv_backend", reason=reason)
     if not _has_lower_precedence(master, others):
         return settings
     if not settings["rdzv_endpoint"] and settings["rdzv_backend"] in _TCP:
         return _as_endpoint(settings)
-    return settings.drop(*_MASTER, reason=_precedence(settings, "rdzv_endpoint", "rdzv_backend"))
+    return settings.drop(
+        *_MASTER, reason=_precedence_reason(settings, "rdzv_endpoint", "rdzv_backend")
+    )
 
 
-def _precedence(settings: Settings, *names: str) -> str:
+def _precedence_reason(settings: Settings, *names: str) -> str:
     origins = settings.origins(*names)
     return f"{origins} take{'s' * (' and ' not in origins)} precedence"
 
 
 def _as_endpoint(settings: Settings) -> Settings:
+    """Return settings in which the master address is given as the rendezvous endpoint."""
     address, port = settings["master_addr"] or "127.0.0.1", settings["master_port"]
     check_host("--master-addr", address)
     endpoint = Setting(
@@ -302,13 +313,14 @@ def read_secret(environment: Mapping[str, str], path: str | None, flag: str) -> 
         flag: the option that named the file, for error messages.
 
     Raises:
-        ConfigError: both give a secret, or the one that is given is empty or cannot be read.
+        ConfigError: the environment and the file both give a secret, or the secret is empty or
+            cannot be read.
     """
     given = environment.get(SECRET_ENV)
     if given is not None and path is not None:
         raise ConfigError(f"{SECRET_ENV} and {flag} both give a secret: remove one of them")
     if path is not None:
-        return _read_file(path, flag)
+        return _read_secret_file(path, flag)
     if given is None:
         return None
     if not given:
@@ -317,7 +329,7 @@ def read_secret(environment: Mapping[str, str], path: str | None, flag: str) -> 
     return check_secret(os.fsencode(given), SECRET_ENV)
 
 
-def _read_file(path: str, flag: str) -> bytes | None:
+def _read_secret_file(path: str, flag: str) -> bytes | None:
     try:
         with open(path, "rb") as file:
             content = file.read(MAX_SECRET_BYTES + 2)

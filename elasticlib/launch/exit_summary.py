@@ -1,8 +1,8 @@
 """The exit summary of elasticrun: what the run lost, and its result.
 
-The root cause is printed last, because users read the last lines. It may be of another node. The
-same is written to failure.json if the run's directory is kept. The losses are aggregated while the
-run continues, so that no file is read at the end.
+The root cause is printed last, because users read the last lines. It may be a failure of another
+node. The result of a failed run is also written to failure.json if the run's directory is kept. The
+losses are aggregated while the run continues, so that no file is read at the end.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _file_lines(run: str, log_dir: str, events: str) -> Iterator[str]:
 
 
 def _command_lines(aggregate: NodeAggregate) -> Iterator[str]:
-    """Yield the command line of a run that failed, so that the output names what was run."""
+    """Yield the command line of the run if the run failed."""
     start, end = aggregate.start_event, aggregate.end_event
     if end is not None and finished_state(end.text("state")) is JobState.FAILED:
         yield f"command: {shorten(start.text('command'), MAX_COMMAND_CHARS)}"

@@ -367,5 +367,5 @@ _FIELD_NAMES = {"rdzv_id": "run_id", "rdzv_conf": "rdzv_configs"}
 
 
 def flag_message(error: ConfigError) -> str:
-    """Return the message of an error for the user of a command line."""
+    """Return the message of an error, with settings named by their flags if the error names any."""
     return error.flag_message if isinstance(error, SettingError) else str(error)

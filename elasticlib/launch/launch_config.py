@@ -253,7 +253,7 @@ class LaunchConfig:
             raise error
 
     def _errors(self) -> Iterator[SettingError]:
-        """Yield the errors that can be found without this machine; some are raised."""
+        """Yield errors of the settings, without looking at this machine; some checks raise them."""
         check_backend(self.rdzv_backend)
         yield from self._number_errors()
         yield from self._output_errors()
@@ -296,7 +296,7 @@ class LaunchConfig:
             )
 
     def _number_errors(self) -> Iterator[SettingError]:
-        """Yield an error for each number out of range; that of a timeout may be raised."""
+        """Yield an error for each number out of range; that of `shutdown_timeout` is raised."""
         if self.nproc_per_node < 1:
             yield SettingError("{nproc_per_node} must be at least 1, got {0}", self.nproc_per_node)
         for name in ("monitor_interval", "store_grace", "node_check_timeout"):

@@ -47,7 +47,10 @@ class SignalBuffer:
                 self._previous_handlers[number] = signal.signal(number, self._handle)
 
     def restrict_to(self, numbers: Iterable[int]) -> None:
-        """Buffer only these signals. Others that have arrived take their previous effect."""
+        """Buffer only these signals, and give all others their previous handlers.
+
+        Signals of the others that are buffered already are sent to this process again.
+        """
         wanted = frozenset(numbers)
         for number in self._previous_handlers.keys() - wanted:
             signal.signal(number, self._previous_handlers.pop(number))
@@ -108,7 +111,7 @@ def run_as_init() -> int | None:
     while code is None:
         number = signal.sigwait(awaited)
         if number == signal.SIGCHLD:
-            code = _reap(child)
+            code = _reap_exited_children(child)
         else:
             # The child has not been reaped, so no other process has its pid.
             os.kill(child, number)
@@ -127,8 +130,12 @@ def _set_foreground_process_group() -> None:
     signal.signal(signal.SIGTTOU, before)
 
 
-def _reap(child: int) -> int | None:
-    """Reap all exited processes, and return the child's exit code if it was among them."""
+def _reap_exited_children(child: int) -> int | None:
+    """Reap all exited child processes.
+
+    Returns:
+        The exit code of `child`, or None if it was not among them.
+    """
     code = None
     while True:
         try:

@@ -197,7 +197,8 @@ class AwsSource(MetadataService):
 def read_instance_action(fields: Mapping[str, Any]) -> PreemptionNotice:
     """Return the notice of an EC2 instance action: JSON with `action` and `time`.
 
-    A hibernation begins at once. Without a valid time, the documented two minutes count.
+    A hibernation begins at once. The deadline is the documented two minutes if the time is missing,
+    invalid or later.
     """
     action = str(fields.get("action", "unknown action"))
     if action == "hibernate":
@@ -321,7 +322,11 @@ def find_scheduled_event(events: object, machine: str) -> Mapping[str, Any] | No
 
 
 def read_scheduled_event(event: Mapping[str, Any]) -> PreemptionNotice:
-    """Return the notice of an event. `NotBefore` is empty once the event has started."""
+    """Return the notice of an event.
+
+    The deadline is 0 without a time in `NotBefore`, because the event has started, and None if the
+    time is invalid.
+    """
     reason = f"scheduled event {event['EventType']}"
     text = str(event.get("NotBefore") or "")
     if not text:

@@ -57,13 +57,13 @@ class NodeCheck:
     def __call__(self, is_cancelled: Callable[[], bool]) -> str:
         """Run the command, and return why the node is not fit, or an empty text.
 
-        SIGKILL has been sent to all processes of its group when the call returns.
+        When the call returns, SIGKILL has been sent to all processes of the command's group.
 
         Args:
             is_cancelled: returns True once the check must end. It is called several times a second.
         """
         try:
-            problem, output = _run(self.command, self.timeout_s, is_cancelled)
+            problem, output = _run_shell_command(self.command, self.timeout_s, is_cancelled)
         except OSError as error:
             problem, output = f"cannot be started: {error.strerror or error}", ""
         if not problem:
@@ -117,7 +117,9 @@ def describe_consequence(min_nodes: int, max_nodes: int) -> str:
     return f"this node stays out, and the job goes on while {min_nodes} or more others are there"
 
 
-def _run(command: str, timeout_s: float, is_cancelled: Callable[[], bool]) -> tuple[str, str]:
+def _run_shell_command(
+    command: str, timeout_s: float, is_cancelled: Callable[[], bool]
+) -> tuple[str, str]:
     """Run a command of the shell.
 
     Returns:

@@ -461,7 +461,7 @@ class ObservabilityServer:
 
 
 def _pages(agent: ElasticAgent, journal: NodeJournal) -> Pages:
-    """Return the function of each path that creates its page."""
+    """Return the functions that create the pages, by path."""
     installed = versions()
 
     def current() -> tuple[NodeStatus, Health]:

@@ -59,7 +59,10 @@ class PreemptionWatcher:
         start_thread(self._thread)
 
     def close(self) -> None:
-        """End the watch once the node has left the job. Waits for nothing but `on_left`."""
+        """End the watch, after the node has left the job.
+
+        If there was a notice, `on_left` of the source is called here. The thread is not waited for.
+        """
         self._is_closed.set()
         if self._has_notice:
             try:

@@ -48,7 +48,11 @@ class PreemptionNotice:
 
 
 class NoticeSource(abc.ABC):
-    """A source of preemption notices. Only the thread of a watcher calls it."""
+    """A source of preemption notices.
+
+    The thread of a watcher calls `poll`. `on_left` is called from the thread that closes the
+    watcher, possibly during a call of `poll`.
+    """
 
     name = ""  # for logs, such as "AWS"
     poll_interval = 1.0  # seconds between two polls
@@ -58,11 +62,11 @@ class NoticeSource(abc.ABC):
         """Return the notice, or None if there is none yet. An exception counts as a failure."""
 
     def on_left(self) -> None:  # noqa: B027 - optional
-        """Note that this node has left the job because of a notice."""
+        """Report that this node has left the job. Called only if `poll` has returned a notice."""
 
 
 class FileSource(NoticeSource):
-    """The notice is a file: for schedulers, hooks of Kubernetes and tests.
+    """A source whose notice is a file, for schedulers, hooks of Kubernetes and tests.
 
     The file's content is the reason, or JSON with `reason` and `deadline_s`, or nothing.
 

@@ -15,12 +15,12 @@ MAX_SECONDS = 1e6  # a longer time is taken for a mistake, and threads cannot wa
 
 
 def _key(default: Any, rule: str, parse: Callable[[str], Any]) -> Any:
-    """Define a key.
+    """Define the field of a key of --rdzv-conf.
 
     Args:
-        default: its value if it is not given.
-        rule: what its value must be, for the error message.
-        parse: converts its text; raises ValueError or KeyError for an invalid one.
+        default: the value if the key is not given.
+        rule: what the value must be, for the error message.
+        parse: converts the text of the value; raises ValueError or KeyError if it is invalid.
     """
     return attrs.field(default=default, metadata={"rule": rule, "parse": parse})
 

@@ -51,7 +51,7 @@ class RendezvousSetup:
         return "" if self.server is None else self.server.address
 
     def serve_until_nodes_left(self, is_interrupted: Callable[[], bool]) -> None:
-        """Serve the store until no other node of the job is alive.
+        """Serve the store until no other node of the job is alive, if this node serves it.
 
         A node that is suspended is waited for until its lease ends.
 
@@ -84,7 +84,9 @@ class RendezvousSetup:
     ) -> None:
         """After this node has left, serve the store until the others have formed a generation.
 
-        The others read in this store that the node has left, and need that to continue.
+        The others read in this store that the node has left, and need that to continue. This node
+        stops serving earlier if too few nodes are alive, or if they need too long. The call returns
+        at once if this node does not serve the store.
 
         Args:
             is_interrupted: returns True to stop serving at once.

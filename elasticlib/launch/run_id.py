@@ -34,7 +34,10 @@ def generate_run_id(entrypoint: Entrypoint) -> str:
 
 
 def _program_name(entrypoint: Entrypoint) -> str:
-    """Return the name without directories, packages and suffix; `__main__` has its parent's."""
+    """Return the name of a program without directories, packages and suffix.
+
+    A `__main__` is named after its package or directory.
+    """
     if isinstance(entrypoint, Function):
         return getattr(entrypoint.target, "__name__", "")
     name = entrypoint_name(entrypoint)

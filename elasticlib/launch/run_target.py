@@ -147,7 +147,7 @@ def _is_endpoint(text: str) -> bool:
 
 
 def _recorded_target(records: tuple[Path, ...], conf: Mapping[str, str]) -> RunTarget:
-    """Return the target that the event files of a run describe; `conf` has priority.
+    """Return the target that the event files of a run describe; keys of `conf` override theirs.
 
     The endpoint is empty if no file names one.
     """
@@ -187,7 +187,7 @@ def open_target(target: RunTarget, args: argparse.Namespace) -> Iterator[tuple[S
     """
     store = _open_store(target, args)
     try:
-        yield store, target.run_id or _only_job(store, target)
+        yield store, target.run_id or _find_only_job(store, target)
     finally:
         with contextlib.suppress(StoreError):
             store.close()
@@ -197,7 +197,7 @@ def open_target(target: RunTarget, args: argparse.Namespace) -> Iterator[tuple[S
 def open_running_target(
     target: RunTarget, args: argparse.Namespace, consequence: str
 ) -> Iterator[tuple[Store, str]]:
-    """Do the same for a command that needs a running job.
+    """Yield the same values as `open_target`, for a command that needs a running job.
 
     Args:
         target: the run.
@@ -266,7 +266,12 @@ def _open_tcp(target: RunTarget, secret: bytes | None, timeout: float) -> Store:
     raise error
 
 
-def _only_job(store: Store, target: RunTarget) -> str:
+def _find_only_job(store: Store, target: RunTarget) -> str:
+    """Return the id of the only live job in the store, or of the only job if none is alive.
+
+    Raises:
+        RunNotFoundError: there is no job, or several.
+    """
     jobs, alive = jobs_in(store)
     candidates = alive or jobs
     if len(candidates) == 1:

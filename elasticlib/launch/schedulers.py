@@ -67,7 +67,7 @@ def detect_scheduler(name: str, environment: Mapping[str, str]) -> tuple[str, Sc
 def read_slurm(environment: Mapping[str, str]) -> SchedulerSettings | None:
     """Return the settings of a Slurm job whose agents `srun` starts, one per node.
 
-    Each step is a job of its own. It keeps its name when Slurm requeues it.
+    Each step is a job of its own. The job keeps its id when Slurm requeues it.
 
     Raises:
         ConfigError: the variables do not describe one job with one agent per node.
@@ -77,7 +77,7 @@ def read_slurm(environment: Mapping[str, str]) -> SchedulerSettings | None:
         return None
     _check_one_agent_per_node(environment)
     step = _step(environment)
-    size, nodelist = _size_and_list(environment, step)
+    size, nodelist = _size_and_nodelist_variables(environment, step)
     # The last task of an array has the id of the whole array, so the name contains the index.
     array, task = (environment.get(f"SLURM_ARRAY_{part}_ID") for part in ("JOB", "TASK"))
     name = f"{array}_{task}" if array and task else job_id
@@ -108,8 +108,14 @@ def _step(environment: Mapping[str, str]) -> int | None:
     return step if step < _MIN_SPECIAL_STEP else None
 
 
-def _size_and_list(environment: Mapping[str, str], step: int | None) -> tuple[str, str]:
-    """Return the names of the variables with the number of nodes and with their list."""
+def _size_and_nodelist_variables(
+    environment: Mapping[str, str], step: int | None
+) -> tuple[str, str]:
+    """Return the names of two variables: the number of nodes, and the list of nodes.
+
+    Raises:
+        ConfigError: `srun` did not start this process in a job of several nodes.
+    """
     if step is not None:
         return "SLURM_STEP_NUM_NODES", "SLURM_STEP_NODELIST"
     size = "SLURM_JOB_NUM_NODES"
@@ -141,7 +147,12 @@ def _check_one_agent_per_node(environment: Mapping[str, str]) -> None:
 
 
 def _given(environment: Mapping[str, str], **variables: str) -> dict[str, tuple[str, str]]:
-    """Return the settings whose variables are set."""
+    """Return the settings whose variables are set.
+
+    Args:
+        environment: the environment of this process.
+        variables: the name of the variable of each setting.
+    """
     return {
         setting: (environment[variable], variable)
         for setting, variable in variables.items()
@@ -192,11 +203,11 @@ def expand_nodelist(text: str) -> list[str]:
             raise ConfigError(
                 f"a Slurm node list must have at most {MAX_HOSTNAMES} names, got {text!r}"
             )
-        names += _names(pieces)
+        names += _combine_pieces(pieces)
     return names
 
 
-def _names(pieces: list[list[str]]) -> Iterator[str]:
+def _combine_pieces(pieces: list[list[str]]) -> Iterator[str]:
     """Yield all combinations of the pieces in Slurm's order.
 
     The last bracket varies fastest, and the first one next, because Slurm reads from both ends.

@@ -220,7 +220,18 @@ def _watch(read: StatusSource, args: argparse.Namespace) -> int:
 def _read_or_unknown(
     read: StatusSource, last: JobStatus | None
 ) -> tuple[JobStatus, StoreError | None]:
-    """Return the status; if the store cannot be read after the first time, an unknown status."""
+    """Read the status.
+
+    Args:
+        read: reads the status.
+        last: the previous result, or None at the first call.
+
+    Returns:
+        The status and None. If the store cannot be read, an unknown status and the error.
+
+    Raises:
+        StoreError: the store cannot be read at the first call.
+    """
     try:
         return read(), None
     except StoreError as error:

@@ -71,12 +71,17 @@ class TorchStoreProxy:
 
 
 def local_server(store: Store | None, own: TcpStoreServer | None) -> TcpStoreServer | None:
-    """Return the server that this process runs now: a failover store may have moved here."""
+    """Return the server of the store that this process runs now, or None.
+
+    Args:
+        store: the store of the job. A failover store starts a server when it moves to this node.
+        own: the server that was started together with another kind of store, or None.
+    """
     return store.server if isinstance(store, FailoverStore) else own
 
 
 def is_designated_host(config: LaunchConfig) -> bool | None:
-    """Return whether this node must or must not host the store; None if addresses decide."""
+    """Return True if this node must host the store, False if it must not, and otherwise None."""
     designated = config.options.is_host
     if config.rdzv_backend == "static" and designated is None:
         return config.node_rank == 0
@@ -101,7 +106,9 @@ class TcpStoreHost:
             self._torch_connections = RESERVED_DESCRIPTORS + per_worker * num_workers
 
     def open(self) -> tuple[TcpStoreServer | None, TcpStore | FailoverStore]:
-        """Return the server, if this node is the only possible host, and a client.
+        """Return the server that this node runs, or None, and a client of the store.
+
+        The server is also None if it can move to another node: a FailoverStore then owns it.
 
         Raises:
             ConfigError: the endpoint contradicts the settings.
@@ -141,7 +148,9 @@ class TcpStoreHost:
     def proxy_finder(
         self, server: TcpStoreServer | None, store: Store
     ) -> Callable[[], TorchStoreProxy | None] | None:
-        """Return a function that finds the proxy of torch's store if this node serves it now.
+        """Return a function that returns the proxy of torch's store.
+
+        The function returns None while this node does not serve the job's store.
 
         Returns:
             The function, or None if the job is not static and so has no fixed port.
@@ -156,7 +165,7 @@ class TcpStoreHost:
         return find if self._torch_connections else None
 
     def _watch_name(self, store: FailoverStore, hosted: TcpStoreServer, host: str) -> None:
-        """Move to another store if the name resolves to another machine.
+        """Move to another store if the name resolves to another machine, until the server closes.
 
         DNS may give an old address that belonged to another machine before. A node that has peers
         stays, because they use the store that it serves.
@@ -231,7 +240,14 @@ class TcpStoreHost:
         return self._client(addresses[0] if is_own_name else host, port)
 
     def _host_if_local(self, host: str, port: int) -> TcpStoreServer | None:
-        """Start the server if the endpoint is a free address of this machine, else return None."""
+        """Start the server if the endpoint is a free address of this machine, else return None.
+
+        With is_host=true and no address of this machine, the server listens on all addresses. No
+        server is started if another node must host the store.
+
+        Raises:
+            ConfigError: the endpoint contradicts the settings, or cannot be served.
+        """
         if self._is_designated is False:
             return None
         endpoint = join_endpoint(host, port)
@@ -257,7 +273,7 @@ class TcpStoreHost:
         return None
 
     def _loopbacks_for(self, host: str, address: str) -> Sequence[str]:
-        """Return the loopback addresses on which a static job's store is served, too.
+        """Return the loopback addresses on which a static job's store is served as well.
 
         torchrun serves torch's store on all addresses, so scripts may use localhost, or a name
         that means 127.0.1.1 on its own machine.
@@ -355,5 +371,8 @@ def local_address_for(store: TcpStore | FailoverStore) -> str:
 
 
 def _is_own_hostname(host: str) -> bool:
-    """Return True if the first label is this machine's name, for which DNS may be out of date."""
+    """Return True if the host is named like this machine, so that DNS may be out of date.
+
+    Only the first labels of the names are compared.
+    """
     return host.partition(".")[0].lower() == socket.gethostname().partition(".")[0].lower()
