@@ -31,11 +31,13 @@ def _accept(value: Any, is_valid: bool) -> Any:
     return value
 
 
-def _seconds(default: Any, minimum: float = 1e-9) -> Any:
+def _seconds(default: Any, *, may_be_zero: bool = False) -> Any:
     def parse(text: str) -> Any:
-        return _accept(seconds := float(text), minimum <= seconds <= MAX_SECONDS)
+        seconds = float(text)
+        return _accept(seconds, 0 < seconds <= MAX_SECONDS or (may_be_zero and seconds == 0))
 
-    return _key(default, f"a positive number of seconds up to {MAX_SECONDS:g}", parse)
+    kind = "a number of seconds from 0" if may_be_zero else "a positive number of seconds"
+    return _key(default, f"{kind} up to {MAX_SECONDS:g}", parse)
 
 
 def _integer(default: Any, minimum: int = 0) -> Any:
@@ -55,7 +57,7 @@ class RendezvousOptions:
     """The options of --rdzv-conf. Times are in seconds."""
 
     join_timeout: float = _seconds(_TIMEOUTS.join_timeout.default)
-    last_call_timeout: float = _seconds(_SETTINGS.last_call_timeout.default, minimum=0.0)
+    last_call_timeout: float = _seconds(_SETTINGS.last_call_timeout.default, may_be_zero=True)
     close_timeout: float = _seconds(_TIMEOUTS.close_timeout.default)
     read_timeout: float = _seconds(60.0)
     keep_alive_interval: float = _seconds(_TIMEOUTS.keep_alive_interval.default)

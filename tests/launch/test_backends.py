@@ -179,6 +179,10 @@ INVALID: list[tuple[Callable[[LaunchConfig], LaunchConfig], str]] = [
         "join_timeout must be a positive",
     ),
     (
+        lambda c: attrs.evolve(c, rdzv_configs={"last_call_timeout": "-1"}),
+        "last_call_timeout must be a number of seconds from 0 up to",
+    ),
+    (
         lambda c: attrs.evolve(c, rdzv_backend="file", rdzv_configs={"colour": "red"}),
         "unknown rdzv_configs key 'col",
     ),
