@@ -111,7 +111,11 @@ class EpochProgress:
         self.position = attrs.evolve(self.position, consumed=self.position.length)
 
     def set_epoch(self, epoch: int) -> None:
-        """Move to the start of `epoch`, unless it is the current one or the first to be set."""
+        """Move to the start of `epoch`.
+
+        The samples of the position are kept if `epoch` is the current one, or if nothing was drawn,
+        counted, loaded or set before.
+        """
         epoch = check_int("epoch", epoch)
         if epoch < 0:
             raise ConfigError(f"need epoch >= 0, got {epoch}")
@@ -164,7 +168,7 @@ class EpochProgress:
         """Return a warning if the last iterator is finished and too few samples were counted."""
         if self._iteration is None:
             return ""
-        return self._once("missing", self._iteration.missing_counts_warning())
+        return self._report_once("missing", self._iteration.missing_counts_warning())
 
     def surplus_warning(self) -> str:
         """Return a warning if more samples were counted than the epoch has.
@@ -174,7 +178,7 @@ class EpochProgress:
         if self._surplus < max(1, 2 * self._max_count):
             return ""
         position = self.position
-        return self._once(
+        return self._report_once(
             "surplus",
             f"advance() counted {position.length + self._surplus} samples of epoch"
             f" {position.epoch}, which has {position.length}: a run that is resumed within an"
@@ -189,7 +193,7 @@ class EpochProgress:
         if self._is_counted or not at_last_save[1] or at_last_save == self._drawn_at_save:
             return ""
         position = self.position
-        return self._once(
+        return self._report_once(
             "none",
             "samples were drawn from this ElasticDistributedSampler between two saves, but"
             f" advance() was not called: the state has {position.consumed} samples of epoch"
@@ -197,7 +201,8 @@ class EpochProgress:
             " sampler.advance(batch_size * world_size) after each step, on every rank",
         )
 
-    def _once(self, kind: str, message: str) -> str:
+    def _report_once(self, kind: str, message: str) -> str:
+        """Return `message` if it is the first one of its kind, else an empty string."""
         if not message or kind in self._reported:
             return ""
         self._reported.add(kind)
@@ -317,7 +322,7 @@ class GlobalPositionIterable:
 
     @property
     def _stride(self) -> int:
-        """Number of samples that all ranks together use while this one gets one item."""
+        """Number of samples that all ranks together use while this rank gets one item."""
         raise NotImplementedError
 
     def _chunks(self, start: SamplerPosition) -> Iterator[list[Any]]:

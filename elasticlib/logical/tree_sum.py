@@ -23,7 +23,7 @@ S = TypeVar("S")
 
 
 def logical_workers_of_rank(count: int, world_size: int, rank: int) -> range:
-    """Return the logical workers, of `count`, that `rank` computes; at least one.
+    """Return which of the `count` logical workers `rank` computes; at least one.
 
     Raises:
         ConfigError: there are fewer logical workers than ranks, or `rank` is out of range.
