@@ -16,7 +16,8 @@ def python_command(module: str, *arguments: str) -> list[str]:
     """Return the command that runs a module of elasticlib as `python -m` does.
 
     Unlike with `python -m`, a file in the working directory, such as `queue.py`, cannot replace a
-    module that the program needs. The workers of a script in another directory do not find such a file either.
+    module that the program needs. The workers of a script in another directory do not find such a
+    file either.
 
     Args:
         module: The full name of the module.

@@ -72,7 +72,7 @@ class GradientExchange:
             _wait_all(self._finish_bucket(receiving, local))
 
     def _start_bucket(self, start: int, length: int, local: Sequence[Tensor]) -> _Bucket:
-        """Start to receive this rank's slices of all sums, and to send their slices to other ranks."""
+        """Start to receive this rank's slices, and to send their slices to the other ranks."""
         bucket = _Bucket(start, length // self.world_size)
         operations = []
         for rank in self._peers:
@@ -159,7 +159,7 @@ class ModelGradient:
         self._groups = [_GroupGradient(members, exchange) for members in groups.values()]
 
     def is_for(self, parameters: Mapping[str, Tensor]) -> bool:
-        """Return True if `parameters` equal `self.parameters`, with unchanged dtype, device and shape."""
+        """Return True if `parameters` are the own ones with unchanged dtypes, devices and shapes."""
         if len(parameters) != len(self.parameters):
             return False
         known = zip(self.parameters.values(), self._layouts, strict=True)

@@ -154,7 +154,7 @@ class LogicalWorkers:
 
     @property
     def workers(self) -> range:
-        """The logical workers of this rank: a range that is at most one longer than that of others."""
+        """The range of logical workers of this rank. Lengths on two ranks differ by at most one."""
         return logical_workers_of_rank(self.count, self._exchange.world_size, self._exchange.rank)
 
     def samples(self, batch_size: int) -> range:

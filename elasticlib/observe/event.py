@@ -210,7 +210,7 @@ class Event:
         return _as_number(self.data.get(name))
 
     def value(self, name: str) -> float | None:
-        """Return a number that may be infinite or NaN, which are written as text, else None."""
+        """Return a value that is a number, infinite and NaN included, else None."""
         return _as_value(self.data.get(name))
 
     def seconds(self, name: str) -> float | None:
@@ -243,7 +243,7 @@ class Event:
         return None if first is None or last is None else (first, last)
 
     def is_true(self, name: str) -> bool:
-        """Return True if a value is true, and not only similar to it."""
+        """Return True if a value is the boolean true. 1 and the text "true" do not count."""
         return self.data.get(name) is True
 
 
@@ -288,7 +288,10 @@ def encode(event: Event) -> bytes:
 
 
 def truncate(value: Any, limit: int) -> Any:
-    """Return a JSON value with texts of `limit` characters and about `limit` items at most."""
+    """Return a JSON value with texts of `limit` characters and about `limit` items at most.
+
+    Infinite numbers and NaN become text.
+    """
     if isinstance(value, str) and len(value) > limit:
         return value[:limit] + "..."
     if isinstance(value, Mapping):
@@ -325,10 +328,10 @@ def decode(line: bytes | str) -> Event:
 
 
 def read_versioned_object(data: bytes | str, label: str, version: int) -> dict[str, Any]:
-    """Parse a JSON object that has this version.
+    """Parse a JSON object whose field `version` is `version`.
 
     Raises:
-        ValueError: the data is something else.
+        ValueError: the data is no such object. The message starts with `label`.
     """
     try:
         fields = json.loads(data)

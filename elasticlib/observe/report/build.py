@@ -151,7 +151,7 @@ _TIME_STEPS = (
 
 
 def time_ticks(seconds: float, max_ticks: int) -> list[tuple[float, str]]:
-    """Choose round times from 0 on."""
+    """Choose at most about `max_ticks` round times up to `seconds`. Return each with its label."""
     step = next((one for one in _TIME_STEPS if seconds / one <= max_ticks), _TIME_STEPS[-1])
     units = ((DAY, "d"), (HOUR, "h"), (MINUTE, "min"), (1.0, "s"))
     unit, name = next((pair for pair in units if step >= pair[0]), units[-1])
@@ -290,9 +290,9 @@ class NodeView:
 
     @property
     def lost_at(self) -> float | None:
-        """Time of its last event, or of the end of its last generation if that is later.
+        """Time of the node's last event, or of the end of its last generation if that is later.
 
-        None if it was not lost.
+        None if the node was not lost.
         """
         if not self.story.is_lost:
             return None
@@ -318,7 +318,7 @@ class NodeView:
         return 4 * (self.lost_at is not None) + 3 * failures + 2 * len(self.marks) + is_unsuccessful
 
     def end_text(self, is_run_finished: bool) -> str:
-        """Return how and when the node ended; empty if it has not and the run goes on."""
+        """Return how and when the node ended; empty if neither the node nor the run has ended."""
         if self.lost_at is not None:
             return f"lost at {seconds_text(self.lost_at)}"
         end = self.story.exit
@@ -369,7 +369,7 @@ def timeline(history: History) -> dict[str, Any]:
     """Return the lanes of the timeline and what is drawn around them."""
     axis = Axis(0.0, max(history.duration_seconds, 1e-9))
     shown = choose_lanes(history)
-    saves = _saves(history.timeline)
+    saves = _saves_by_kind(history.timeline)
     lanes = [_worker_lane(history, axis)]
     lanes += [_node_lane(view, history, axis) for view in shown]
     lanes += [_save_lane(kind, marks, history, axis) for kind, marks in saves.items()]
@@ -490,7 +490,7 @@ def _node_icons(view: NodeView, axis: Axis) -> list[Icon]:
     return icons
 
 
-def _saves(marks: Iterable[TimelineEvent]) -> dict[str, list[TimelineEvent]]:
+def _saves_by_kind(marks: Iterable[TimelineEvent]) -> dict[str, list[TimelineEvent]]:
     """Return checkpoints and snapshots by kind, each step once although every node reports it."""
     found: dict[str, dict[int, TimelineEvent]] = {kind: {} for kind in SAVE_KINDS}
     for mark in marks:
@@ -553,7 +553,7 @@ class Chart:
 
 
 def lead_paces(history: History) -> dict[int, list[ProgressSample]]:
-    """Return, by generation, the reports of the node of the lowest rank that made any.
+    """Return, by generation, the progress samples of the lowest-ranked node that has any.
 
     Workers of a job advance together, so one node represents all of them.
     """
@@ -568,7 +568,7 @@ def lead_paces(history: History) -> dict[int, list[ProgressSample]]:
 
 
 def progress_series(history: History) -> Series:
-    """Return the steps over time; lost steps are visible as a step down."""
+    """Return the steps over time; the curve drops where steps were lost."""
     generations = {made.number: made for made in history.generations}
     lines = []
     for number, paces in lead_paces(history).items():
@@ -592,7 +592,7 @@ def step_rate(history: History) -> Series:
 
 
 def loss_series(history: History) -> Series:
-    """Return the loss over steps, in each generation of the lowest-ranked node with one."""
+    """Return the loss over steps: in each generation, of the lowest-ranked node with a loss."""
     with_loss = attrs.evolve(
         history, progress=tuple(p for p in history.progress if p.loss is not None)
     )
@@ -604,7 +604,7 @@ def loss_series(history: History) -> Series:
 
 
 def sample_rate(history: History) -> Series:
-    """Return the sum over all nodes of the last rate that each reported."""
+    """Return the samples per second over time: the sum of the last rates of all nodes."""
     paces = [p for p in history.progress if p.samples_per_second is not None]
     lead = lead_paces(attrs.evolve(history, progress=tuple(paces)))
     lead_node = {generation: line[0].node for generation, line in lead.items()}
@@ -649,7 +649,7 @@ def interruptions(history: History) -> list[Interruption]:
 
 
 def longest_interruptions(found: Sequence[Interruption]) -> list[Interruption]:
-    """Return the MAX_INTERRUPTIONS longest ones, in order of time."""
+    """Return the MAX_INTERRUPTIONS longest interruptions, in order of time."""
     by_length = sorted(range(len(found)), key=lambda at: found[at].time[0] - found[at].time[1])
     return [found[at] for at in sorted(by_length[:MAX_INTERRUPTIONS])]
 
@@ -777,11 +777,11 @@ def recovery_section(history: History) -> dict[str, Any] | None:
             for name, meaning in PHASES.items()
             if (values := [x.cost.phases[name] for x in every if name in x.cost.phases])
         ],
-        "bars": [_recovery(made, largest) for made in shown],
+        "bars": [_recovery_bar(made, largest) for made in shown],
     }
 
 
-def _recovery(made: Generation, largest: float) -> dict[str, Any]:
+def _recovery_bar(made: Generation, largest: float) -> dict[str, Any]:
     texts = {name: f"{name} {seconds_text(value)}" for name, value in made.cost.phases.items()}
     if "repeated" in texts:
         repeated = plural(made.cost.repeated_steps, "step")
@@ -884,7 +884,7 @@ def _failure_group(group: Sequence[FailureRow]) -> dict[str, Any]:
 
 
 def node_section(history: History) -> dict[str, Any]:
-    """Return the most eventful nodes, and how the others ended."""
+    """Return the MAX_NODES most eventful nodes, and how the other nodes ended."""
     views = node_views(history)
     by_importance = sorted(range(len(views)), key=lambda at: -views[at].importance)
     ends: dict[str, int] = {}
