@@ -194,15 +194,16 @@ class EventLoop:
         _close(*wakeup or ())
 
     def close_after_fork(self) -> None:
-        """Free the descriptors of this copy in a forked child. It must not be used any more.
+        """Free the descriptors of this copy in a forked child. The copy must not be used any more.
 
-        Another thread of the parent may have owned the lock during the fork, so it is not taken.
+        The method takes no lock, because a thread of the parent may own it in the copy forever.
         """
         if self._selector is not None:
             self._selector.close()
         _close(*self._wakeup or ())
 
     def _is_idle(self) -> bool:
+        """Return True if no other thread handles events."""
         return self._handler in (0, threading.get_ident())
 
     def _join(self, thread: threading.Thread | None) -> None:

@@ -121,7 +121,7 @@ class BackgroundQueue:
             return not self._condition.wait_for(self._must_give_up, delay)
 
     def close(self, timeout: float) -> bool:
-        """Accept no more calls. Return whether the pending ones end within `timeout` seconds."""
+        """Accept no more calls. Return whether the accepted ones end within `timeout` seconds."""
         with self._condition:
             self._is_closed = True
             self._condition.notify_all()
@@ -131,7 +131,7 @@ class BackgroundQueue:
         return self._is_closed or len(self._pending) >= self._max_pending
 
     def _run(self) -> None:
-        while (work := self._next()) is not None:
+        while (work := self._take_next_call()) is not None:
             try:
                 work()
             except BaseException as error:
@@ -141,7 +141,7 @@ class BackgroundQueue:
                     self._is_closed = True
                     self._pending.clear()
 
-    def _next(self) -> Callable[[], object] | None:
+    def _take_next_call(self) -> Callable[[], object] | None:
         with self._condition:
             self._condition.wait_for(lambda: self._pending or self._is_closed, IDLE_TIMEOUT_S)
             if self._pending:

@@ -138,7 +138,7 @@ class EpochProgress:
         """Move to the position of an iterator's state, where `iteration` continues.
 
         A loader restores its iterator only when it is iterated. Before that, the script may have
-        called `set_epoch` with the epoch of the state or, if that is exhausted, with the next one.
+        called `set_epoch` with the epoch of the state or, if it is exhausted, with the next epoch.
 
         Raises:
             StateMismatchError: as for `position.resume`, or `set_epoch` was called with another
@@ -241,7 +241,7 @@ class Iteration:
 
     @property
     def _drawn(self) -> int:
-        """Number of samples that all ranks have drawn when they have yielded as many items."""
+        """Number of samples of all ranks once each has yielded as many items as this iterator."""
         return self.yielded * self._source._stride
 
     def state_dict(self) -> dict[str, Any]:
@@ -355,7 +355,7 @@ class GlobalPositionIterable:
         return self.progress.position
 
     def set_epoch(self, epoch: int) -> None:
-        """Move to the start of `epoch`, or keep the position if that is the current epoch.
+        """Move to the start of `epoch`, or keep the position if `epoch` is the current one.
 
         Call it before each epoch. A first call before anything is drawn, counted or loaded keeps
         the position, so `start_index` refers to that epoch.
@@ -514,7 +514,7 @@ class ElasticDistributedSampler(GlobalPositionIterable, DistributedSampler[int])
             self.set_epoch(epoch)
 
     def epoch_order(self, epoch: int) -> Order:
-        """Return the order of an epoch. The last one is cached.
+        """Return the order of an epoch. The order that was returned last is cached.
 
         Args:
             epoch: number of the epoch.
@@ -562,7 +562,7 @@ class ElasticDistributedSampler(GlobalPositionIterable, DistributedSampler[int])
     def samples_left(self) -> int:
         """The number of remaining samples of all ranks together, without repeats.
 
-        Divide the sums of an evaluation by the value before it.
+        Divide the sums of an evaluation by the value that this had before the evaluation.
         """
         start = self.position
         return min(self._epoch_end(start), start.length) - start.consumed

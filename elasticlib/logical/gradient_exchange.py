@@ -159,7 +159,7 @@ class ModelGradient:
         self._groups = [_GroupGradient(members, exchange) for members in groups.values()]
 
     def is_for(self, parameters: Mapping[str, Tensor]) -> bool:
-        """Return True if `parameters` are the own ones with unchanged dtypes, devices and shapes."""
+        """Return True if `parameters` are `self.parameters`, with the same types and shapes."""
         if len(parameters) != len(self.parameters):
             return False
         known = zip(self.parameters.values(), self._layouts, strict=True)

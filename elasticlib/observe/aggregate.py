@@ -160,7 +160,7 @@ def _update_workers(status: NodeStatus, *workers: WorkerStatus) -> NodeStatus:
 def with_heartbeats(
     status: NodeStatus, heartbeats: Mapping[int, Heartbeat], now: float
 ) -> NodeStatus:
-    """Return the status with the workers' heartbeats, given by local rank."""
+    """Return the status with the steps, rates and ages of heartbeats, which are by local rank."""
     workers, snapshot_steps = [], []
     for worker in status.workers:
         beat = heartbeats.get(worker.local_rank)
@@ -273,7 +273,7 @@ def _mark_ended(generation: NodeGeneration, at: float) -> NodeGeneration:
 
 
 def _record_step(generation: NodeGeneration, event: Event) -> NodeGeneration:
-    """Record the first step of the generation, or the last one before this event."""
+    """Record the first step of the generation, or the last step before this event."""
     step = event.count("step")
     if step is None:
         return generation

@@ -176,7 +176,7 @@ class NodeGeneration:
 
     @property
     def seconds_per_step(self) -> float | None:
-        """Average without stalls; None if too little is known."""
+        """Average time of a step, without stalls; None if too little is known."""
         if self.first_step_at is None or self.last_step_at is None:
             return None
         if self.first_step is None or self.last_step is None:
@@ -452,7 +452,10 @@ class RecoveryCostCalculator:
 
 
 def count_as_startup(made: Generation, last_event_at: float) -> Generation:
-    """Count all time of a generation without a step as startup, if workers report steps."""
+    """Return the generation; if it completed no step, all its time except a restore is startup.
+
+    Use it only for a run whose workers report steps.
+    """
     if made.first_step_at is not None:
         return made
     end = last_event_at if made.finished_at is None else made.finished_at
@@ -535,7 +538,7 @@ MIN_STALL_S, MIN_STALL_STEPS = 30.0, 20  # a pause must exceed both to count as 
 
 
 def stall_seconds(seconds: float, steps: int, seconds_per_step: float | None) -> float:
-    """Return the part of a time that is a stall, given the steps that were completed in it."""
+    """Return by how much `seconds` exceeds the usual time of `steps` steps; 0 if it is no stall."""
     if seconds_per_step is None:
         return 0.0
     excess = seconds - steps * seconds_per_step

@@ -112,15 +112,15 @@ def history_of(
 
 
 def history_of_node(agent: NodeAggregate) -> History:
-    """Return what one agent knows about its job. Thread-safe."""
+    """Return the history of a job as far as one agent knows it. Thread-safe."""
     return combine([agent] if agent.started_at is not None else [], [False])
 
 
 def combine(agents: Sequence[NodeAggregate], dead: Sequence[bool]) -> History:
-    """Return the history of a job.
+    """Combine what the agents of a job have recorded into the history of the job.
 
     Args:
-        agents: its agents; each has at least one event.
+        agents: the agents of the job; each has at least one event.
         dead: for each agent, True if it is gone without reporting an end.
     """
     if not agents:

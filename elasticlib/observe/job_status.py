@@ -127,7 +127,7 @@ class NodeEntry:
 
     @property
     def reporting(self) -> bool:
-        """True if its status is in the store, where it expires one minute after the last write."""
+        """True if the store has a status of the node. It expires a minute after the last write."""
         return self.report is not None and not self.is_final
 
     def values(self, name: str) -> list[Any]:
@@ -184,7 +184,7 @@ class JobStatus:
 
     @property
     def was_terminated(self) -> bool:
-        """True if none of its agents is alive, and none has reported how it finished."""
+        """True if no agent of the job is alive, and none has reported how the job finished."""
         is_known = self.is_recorded or bool(self.nodes)
         return self.state is None and is_known and not any(node.alive for node in self.nodes)
 
@@ -625,7 +625,7 @@ def node_table(status: JobStatus) -> TableData:
     unusual = [node for node in nodes if node.state_text != common]
     unusual = unusual[: MAX_NODE_ROWS - MAX_QUIET_NODES - 1]
     usual = [node for node in nodes if node.state_text == common]
-    quiet = sorted(usual, key=lambda node: -_silence(node))[:MAX_QUIET_NODES]
+    quiet = sorted(usual, key=lambda node: -_seconds_since_heartbeat(node))[:MAX_QUIET_NODES]
     shown = {node.node for node in (*unusual, *quiet)}
     rows = [_node_row((node,), unranked) for node in (*unusual, *quiet)]
     for state in dict.fromkeys(node.state_text for node in nodes):
@@ -684,7 +684,7 @@ def _node_row(nodes: Sequence[NodeEntry], unranked: str) -> Sequence[str]:
     )
 
 
-def _silence(node: NodeEntry) -> float:
+def _seconds_since_heartbeat(node: NodeEntry) -> float:
     workers = () if node.status is None else node.status.workers
     return _largest(worker.seconds_since_heartbeat for worker in workers) or 0.0
 

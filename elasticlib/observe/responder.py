@@ -46,7 +46,7 @@ class StoreResponder(abc.ABC):
 
     @abc.abstractmethod
     def answer_all(self, entries: Iterable[Entry]) -> bool:
-        """Answer those of all current requests that are new.
+        """Answer the requests in `entries`, which has all current requests, that are new.
 
         Returns:
             True if the requests should be listed again soon, because there was a new one.

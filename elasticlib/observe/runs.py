@@ -326,7 +326,7 @@ def _with_overlapping(launch: Sequence[RunRecord], found: Iterable[RunRecord]) -
 
 
 def is_same_job(record: RunRecord, other: RunRecord) -> bool:
-    """Return True if both can belong to one job; jobs without an id differ by their endpoint."""
+    """Return True if both records can be of one job. Jobs without an id differ by endpoint."""
     return record.run == other.run and (record.run != NO_ID or record.endpoint == other.endpoint)
 
 

@@ -97,7 +97,7 @@ class AgentNode:
             watching.result(self._timeout_s)
 
     def stop(self) -> None:
-        """Stop the agent by closing the job, if it is still running."""
+        """Close the job and wait for the agent if it runs, or shut the handler down if it never ran."""
         if self._thread is None:
             run_in_thread(self.handler.shutdown).result(self._timeout_s)
         elif not self._result.done():

@@ -28,7 +28,10 @@ _TEST_PREFIXES = (f"test{number}/" for number in itertools.count())
 
 
 class DictionaryModel:
-    """Expected contents of a store under the prefix of one test."""
+    """Expected contents of a store under the prefix of one test.
+
+    Each public method with a store calls it, and checks the result against the model.
+    """
 
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix

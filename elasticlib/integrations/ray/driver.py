@@ -268,6 +268,7 @@ class Driver:
             self._kill_agent(number)
 
     def _fail_job(self, reason: str) -> None:
+        """End the job as failed, and kill all agents. The first reason is reported."""
         self._failure = self._failure or reason
         self._end_job(0.0)
         self._kill_all()
