@@ -97,7 +97,7 @@ class AgentNode:
             watching.result(self._timeout_s)
 
     def stop(self) -> None:
-        """Close the job and wait for the agent if it runs, or shut the handler down if it never ran."""
+        """Close the job and wait for the agent; shut the handler down if the agent never ran."""
         if self._thread is None:
             run_in_thread(self.handler.shutdown).result(self._timeout_s)
         elif not self._result.done():
