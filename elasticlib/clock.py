@@ -20,7 +20,7 @@ sleep: Callable[[float], None] = time.sleep  # blocks the calling thread
 
 
 def to_timedelta(seconds: float) -> timedelta:
-    """Return the duration as torch's stores expect it."""
+    """Return the duration as a `timedelta`, the type of timeouts in torch."""
     return timedelta(seconds=seconds)
 
 
@@ -30,17 +30,17 @@ def utc_now_text() -> str:
 
 
 def format_utc(timestamp: float) -> str:
-    """Return the date and time of a value of `wall` in UTC."""
+    """Format a value of `wall` as date and time in UTC: 2026-01-31 23:59:59 UTC."""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(timestamp))
 
 
 def format_local_time(timestamp: float) -> str:
-    """Return the same in this machine's time zone and torch's format: 2026-01-31_23:59:59."""
+    """Format a value of `wall` in this machine's time zone, as torch does: 2026-01-31_23:59:59."""
     return time.strftime("%Y-%m-%d_%H:%M:%S", time.localtime(timestamp))
 
 
 def parse_utc(text: str) -> float:
-    """Return the value of `wall` at a time in the format of ISO 8601 or of HTTP.
+    """Parse a date and time, in the format of ISO 8601 or of HTTP, into a value of `wall`.
 
     A time without a zone is in UTC.
 

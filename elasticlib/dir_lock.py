@@ -17,7 +17,7 @@ LOCK_FILE = "agent"  # the name of the locked file; it contains the pid of the o
 
 
 class DirLock:
-    """Exclusive lock of a directory, until it is closed or its process exits.
+    """Exclusive lock of a directory, held until `close` is called or the process exits.
 
     Raises:
         OSError: Another process has locked the directory, or it cannot be written.
@@ -65,16 +65,16 @@ def try_lock_dir(path: Path) -> DirLock | None:
 
 
 def is_locked(path: Path) -> bool | None:
-    """Return whether the owner of a directory runs, or None if there never was a lock in it.
+    """Return whether a running process has locked a directory, or None if it has no lock file.
 
     Raises:
         OSError: The directory cannot be read.
     """
-    dir_locked, file_locked = _is_locked(path), _is_locked(path / LOCK_FILE)
+    dir_locked, file_locked = _has_flock(path), _has_flock(path / LOCK_FILE)
     return True if dir_locked else file_locked
 
 
-def _is_locked(path: Path) -> bool | None:
+def _has_flock(path: Path) -> bool | None:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:

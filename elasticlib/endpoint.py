@@ -91,7 +91,10 @@ def is_wildcard(host: str) -> bool:
 
 
 def is_localhost_port_zero(text: str) -> bool:
-    """Return whether this is torchrun's `localhost:0`, a free port for a job on this machine."""
+    """Return whether the endpoint is torchrun's `localhost:0`, with any name of the loopback.
+
+    It requests a free port for a job on this machine.
+    """
     try:
         host, port = split_endpoint(text, STORE_PORT)
     except ConfigError:

@@ -36,7 +36,7 @@ class StoreTimeoutError(StoreError, TimeoutError):
 
 
 class StoreRejectedError(StoreError):
-    """The store rejected a request: it belongs to another job, or a limit is exceeded."""
+    """The store rejected a request: the store belongs to another job, or a limit is exceeded."""
 
 
 class LeaseLostError(StoreError):
@@ -87,11 +87,11 @@ class CheckpointCorruptError(CheckpointError):
 
 
 class CheckpointUnreadableError(CheckpointError):
-    """A checkpoint could not be read, perhaps only by this version. It may be intact."""
+    """A checkpoint could not be read. It may be intact, and readable by another version."""
 
 
 class CheckpointFencedError(CheckpointError):
-    """A newer generation or launch writes checkpoints there. This process must end."""
+    """A newer generation or launch writes to the checkpoint directory. This process must end."""
 
 
 class RunNotFoundError(ElasticError, LookupError):
@@ -99,7 +99,7 @@ class RunNotFoundError(ElasticError, LookupError):
 
 
 class StateMismatchError(ElasticError, ValueError):
-    """A saved state does not match: it has another length, seed, shape or format."""
+    """A saved state has another length, seed, shape or format than the object that loads it."""
 
 
 class NotReproducibleError(ElasticError):
@@ -123,9 +123,13 @@ def format_error(error: BaseException) -> str:
 
 
 def wrapper_hint(names: Collection[object], saved: object) -> str:
-    """Return a hint if the prefix of a wrapper is the only difference between names, or "".
+    """Return a hint for an error message if only the prefix of a wrapper makes names differ, or "".
 
     The wrappers are DistributedDataParallel and torch.compile.
+
+    Args:
+        names: The names in the state of this process.
+        saved: The saved state. There is no hint unless it is a mapping.
     """
     if not names or not isinstance(saved, Mapping):
         return ""
@@ -153,7 +157,14 @@ def _compile_hint(names: set[str], saved: set[str]) -> str:
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Return a hint with the name that is most similar to an unknown one, or ""."""
+    """Return ` (did you mean NAME?)` with the known name that is most similar to `name`, or "".
+
+    Known names that start with `name` take precedence.
+
+    Args:
+        name: The unknown name.
+        names: The known names.
+    """
     # difflib is imported here because the import is slow and only error messages need it.
     from difflib import get_close_matches
 

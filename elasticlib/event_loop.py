@@ -1,4 +1,4 @@
-"""Event loop that is run by the threads that wait: descriptors, timers and wake-ups.
+"""Event loop for descriptors, timers and wake-ups, run by threads that wait for something.
 
 `EventLoop.run_until` handles events until a condition holds. So a thread that waits for several
 things needs no other threads that each wait for one of them. The agent's thread waits for its
@@ -61,7 +61,11 @@ class EventLoop:
         self._join(thread)
 
     def release(self) -> None:
-        """End what `adopt` has announced."""
+        """Undo one call of `adopt`.
+
+        After the last one, the loop is closed if `close` was called meanwhile. Otherwise its own
+        thread is started if `start_thread` was called. An error of this start is ignored.
+        """
         with self._turn:
             self._num_owners -= 1
         if self._is_closing:
@@ -104,18 +108,22 @@ class EventLoop:
                 wakeup[1].send(b"x")
 
     def call_at(self, when: float, callback: Callback) -> None:
-        """Call back once, at a time of the monotonic clock."""
+        """Call `callback` once, when the monotonic clock reaches `when`."""
         with self._turn:
             heapq.heappush(self._timers, (when, next(self._numbers), callback))
         self.wake()
 
     def add_reader(self, descriptor: int, callback: Callback) -> None:
-        """Call back whenever a descriptor is readable. Raises OSError."""
+        """Call `callback` whenever the descriptor is readable.
+
+        Raises:
+            OSError: The descriptor cannot be watched.
+        """
         # A thread that waits in `select` also notices a descriptor that is added now.
-        self._open().register(descriptor, selectors.EVENT_READ, callback)
+        self._open_selector().register(descriptor, selectors.EVENT_READ, callback)
 
     def remove_reader(self, descriptor: int) -> None:
-        """Stop reading a descriptor. Another thread may be about to call its callback."""
+        """Stop watching a descriptor. Another thread may still call its callback once."""
         selector = self._selector
         if selector is not None:
             with contextlib.suppress(KeyError):  # The loop has been closed since.
@@ -133,7 +141,7 @@ class EventLoop:
             Whether the condition holds.
         """
         deadline, caller = monotonic() + timeout, threading.get_ident()
-        self._open()  # before the condition is checked, so that no later `wake` is missed
+        self._open_selector()  # before the condition is checked, so that no later `wake` is missed
         while True:
             left_s = max(0.0, deadline - monotonic())
             with self._turn:
@@ -154,7 +162,7 @@ class EventLoop:
                 return False
 
     def _take_turn(self, timeout: float) -> None:
-        """Handle events, and let other threads check their conditions."""
+        """Handle the next events within `timeout`, and let other threads check their conditions."""
         try:
             self._handle_events(timeout)
         finally:
@@ -166,7 +174,8 @@ class EventLoop:
     def close(self) -> None:
         """End the loop's thread and free the descriptors. A closed loop can be used again.
 
-        The descriptors of a loop that was adopted are freed when it is released.
+        The descriptors of a loop that was adopted are freed when it is released. They are not freed
+        if a callback in another thread takes more than CLOSE_TIMEOUT_S.
         """
         with self._turn:
             self._needs_thread = False
@@ -185,15 +194,16 @@ class EventLoop:
         _close(*wakeup or ())
 
     def close_after_fork(self) -> None:
-        """Free the descriptors of a copy in a forked child, which must not be used any more.
+        """Free the descriptors of this copy in a forked child. The copy must not be used any more.
 
-        Another thread of the parent may have owned the lock during the fork, so it is not taken.
+        The method takes no lock, because a thread of the parent may own it in the copy forever.
         """
         if self._selector is not None:
             self._selector.close()
         _close(*self._wakeup or ())
 
     def _is_idle(self) -> bool:
+        """Return True if no other thread handles events."""
         return self._handler in (0, threading.get_ident())
 
     def _join(self, thread: threading.Thread | None) -> None:
@@ -201,7 +211,7 @@ class EventLoop:
         if thread is not None and thread is not threading.current_thread():
             thread.join(CLOSE_TIMEOUT_S)
 
-    def _open(self) -> selectors.BaseSelector:
+    def _open_selector(self) -> selectors.BaseSelector:
         selector = self._selector
         if selector is not None:
             return selector
@@ -217,7 +227,7 @@ class EventLoop:
             return self._selector
 
     def _handle_events(self, timeout: float) -> None:
-        selector = self._open()
+        selector = self._open_selector()
         timers = self._timers
         wait_s = min(timeout, timers[0][0] - monotonic()) if timers else timeout
         events = selector.select(max(0.0, min(wait_s, MAX_WAIT_S)))

@@ -15,8 +15,9 @@ _PROGRAM = (
 def python_command(module: str, *arguments: str) -> list[str]:
     """Return the command that runs a module of elasticlib as `python -m` does.
 
-    Unlike there, a file in the working directory, such as `queue.py`, cannot replace a module that
-    the program needs. The workers of a script in another directory do not find such a file either.
+    Unlike with `python -m`, a file in the working directory, such as `queue.py`, cannot replace a
+    module that the program needs. The workers of a script in another directory do not find such a
+    file either.
 
     Args:
         module: The full name of the module.

@@ -28,9 +28,10 @@ def escape_to_one_line(text: str) -> str:
 
 
 def shorten(text: str, limit: int) -> str:
-    """Return the start and, mostly, the end of the text in about `limit` characters.
+    """Return about `limit` characters of the text: a quarter from its start, the rest from its end.
 
-    The text is divided between lines or, if it has one line, between words.
+    A note replaces the middle. The text is cut between lines or, if it has one line, between words,
+    unless these are so long that little of the text would remain.
     """
     if len(text) <= limit:
         return text

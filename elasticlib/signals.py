@@ -28,7 +28,7 @@ def signal_name(number: int) -> str:
 
 
 def as_signal(number: int) -> signal.Signals | int:
-    """Return the member of `signal.Signals`, or the number if there is none."""
+    """Return the member of `signal.Signals` with this number, or the number if there is none."""
     try:
         return signal.Signals(number)
     except ValueError:
@@ -36,7 +36,7 @@ def as_signal(number: int) -> signal.Signals | int:
 
 
 def signal_number(name: str) -> int | None:
-    """Return the signal with a name as `signal_name` returns it, or None if there is none."""
+    """Return the number of the signal for which `signal_name` returns this name, or None."""
     try:
         return int(signal.Signals[name])
     except KeyError:
@@ -51,7 +51,7 @@ def is_catchable(number: int) -> bool:
 
 
 def read_signals(text: str | None, flag: str) -> tuple[int, ...] | None:
-    """Return the signals that the value of a flag names, each once, or None without a value.
+    """Return the numbers of the signals in the value of a flag, each once, or None without a value.
 
     Args:
         text: Names with commas between them, or `none`.

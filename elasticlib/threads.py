@@ -90,7 +90,12 @@ class BackgroundQueue:
         self._is_closed = False  # closed, or a call has raised
 
     def call(self, work: Callable[[], object]) -> bool:
-        """Execute `work` in the thread. Return False if it is not accepted."""
+        """Let the thread execute `work`, and return at once.
+
+        Returns:
+            False if `work` is not accepted: the queue is closed or full, or its thread cannot be
+            started.
+        """
         with self._condition:
             if self._is_closed or len(self._pending) >= self._max_pending:
                 return False
@@ -106,16 +111,17 @@ class BackgroundQueue:
         return True
 
     def wait_before_retry(self, delay: float) -> bool:
-        """Wait `delay` seconds. The current call may call this before it tries something again.
+        """Wait `delay` seconds. A call that the queue executes may use this before it retries.
 
         Returns:
-            False, perhaps earlier, if the queue was closed or no more calls can wait.
+            True after `delay` seconds. False, possibly earlier, if the queue is closed or full, so
+            that the call should not retry.
         """
         with self._condition:
             return not self._condition.wait_for(self._must_give_up, delay)
 
     def close(self, timeout: float) -> bool:
-        """Accept no more calls. Return whether all were executed within `timeout` seconds."""
+        """Accept no more calls. Return whether the accepted ones end within `timeout` seconds."""
         with self._condition:
             self._is_closed = True
             self._condition.notify_all()
@@ -125,7 +131,7 @@ class BackgroundQueue:
         return self._is_closed or len(self._pending) >= self._max_pending
 
     def _run(self) -> None:
-        while (work := self._next()) is not None:
+        while (work := self._take_next_call()) is not None:
             try:
                 work()
             except BaseException as error:
@@ -135,7 +141,7 @@ class BackgroundQueue:
                     self._is_closed = True
                     self._pending.clear()
 
-    def _next(self) -> Callable[[], object] | None:
+    def _take_next_call(self) -> Callable[[], object] | None:
         with self._condition:
             self._condition.wait_for(lambda: self._pending or self._is_closed, IDLE_TIMEOUT_S)
             if self._pending:
@@ -190,8 +196,8 @@ class ExclusiveCall:
     """Runs one call at a time, and rejects calls from signal handlers and from other threads.
 
     An exception of a signal handler can interrupt the code that releases a lock, and the lock then
-    stays locked forever. Here nothing has to be released: the call runs in a generator, which knows
-    whether it is executing, and is not once an exception has left it.
+    stays locked forever. Here nothing has to be released: the call runs in a generator, and Python
+    marks a generator as no longer executing when an exception leaves it.
     """
 
     def __init__(self) -> None:
@@ -199,10 +205,10 @@ class ExclusiveCall:
         self._calls: list[_Call] = []
 
     def run(self, func: Callable[[], Result]) -> Result:
-        """Return the result of `func`.
+        """Call `func`, and return its result.
 
         Raises:
-            CallRejectedError: Another call is running.
+            CallRejectedError: Another call is running, in this thread or another one.
         """
         own: list[_Call] = []
         generator = self._run(func, own)
@@ -257,7 +263,7 @@ class ForkAware(abc.ABC):
         """Create the state that belongs to one process: connections, locks and leases."""
 
     def _check_process(self) -> None:
-        """Initialize the state of this process once.
+        """Initialize the state if this process has not: in a new object, and once after a fork.
 
         The constructor and each method that uses the state call this first.
         """

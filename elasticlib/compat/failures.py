@@ -45,7 +45,8 @@ NOT_AVAILABLE = "<N/A>"
 class ProcessFailure:
     """The failure of one worker.
 
-    Fields after the first four that are not given are read from the error file, as torch does.
+    If `error_file_data`, `message` or `timestamp` is not given, it is read from the error file, as
+    torch does.
 
     Raises:
         OSError: the error file cannot be read.
@@ -370,7 +371,7 @@ def _record_error(error: Exception, handler: ErrorHandler) -> None:
 
 @contextlib.contextmanager
 def _error_file_of(failure: Any) -> Iterator[str | None]:
-    """Yield the path of the error file of a worker, or None if it wrote none."""
+    """Yield the path of a worker's error file or of a temporary copy; None if it wrote none."""
     data: Mapping[str, Any] = failure.error_file_data
     if os.path.isfile(failure.error_file):
         yield failure.error_file

@@ -34,14 +34,18 @@ _DEFAULT_LOGS_SPECS = ("torch.distributed.elastic.multiprocessing.api", "Default
 
 
 def texts(value: Iterable[str] | None) -> tuple[str, ...]:
-    """Return a tuple of strings. torch allows None for none."""
+    """Return a list of filters as a tuple, which is empty for None, as torch allows it.
+
+    Raises:
+        ConfigError: the value is a single string.
+    """
     if isinstance(value, str):
         raise ConfigError(f"filters must be a list of strings, got the string {value!r}")
     return tuple(value or ())
 
 
 def plain_values(config: LaunchConfig) -> dict[str, Any]:
-    """Return the values of torch's fields as values of elasticlib's fields.
+    """Return the values of elasticlib's fields, by name, that the values of torch's fields set.
 
     Raises:
         ConfigError: a field is not supported, or contradicts a field of elasticlib.
@@ -56,11 +60,16 @@ def plain_values(config: LaunchConfig) -> dict[str, Any]:
             f"event_log_handler must be 'null', got {config.event_log_handler!r}: "
             f"{UNSUPPORTED_TORCHRUN_OPTIONS['event_log_handler']}"
         )
-    return {**_rendezvous(config), **_logs(config), **_numa_binding(config), **_signals(config)}
+    return {
+        **_rendezvous_fields(config),
+        **_log_fields(config),
+        **_numa_fields(config),
+        **_signal_fields(config),
+    }
 
 
-def _rendezvous(config: LaunchConfig) -> dict[str, Any]:
-    """Return endpoint, backend and rank, with torch's forms of a single-node job."""
+def _rendezvous_fields(config: LaunchConfig) -> dict[str, Any]:
+    """Convert `localhost:0` on a single node, `rdzv_timeout`, and the rank in `rdzv_configs`."""
     found: dict[str, Any] = {}
     tcp = config.rdzv_backend in ("tcp", "c10d", "static")
     if config.max_nodes == 1 and tcp and is_localhost_port_zero(config.rdzv_endpoint):
@@ -71,20 +80,20 @@ def _rendezvous(config: LaunchConfig) -> dict[str, Any]:
     if config.rdzv_timeout != -1:
         conf["timeout"] = config.rdzv_timeout
     if config.rdzv_backend == "static" and config.node_rank is None and "rank" in conf:
-        found["node_rank"] = _rank(conf.pop("rank"))
+        found["node_rank"] = _parse_rank(conf.pop("rank"))
     if conf != config.rdzv_configs:
         found["rdzv_configs"] = conf
     return found
 
 
-def _rank(value: Any) -> int:
+def _parse_rank(value: Any) -> int:
     try:
         return int(value)
     except (TypeError, ValueError):
         raise ConfigError(f"rdzv_configs rank must be an integer, got {value!r}") from None
 
 
-def _logs(config: LaunchConfig) -> dict[str, Any]:
+def _log_fields(config: LaunchConfig) -> dict[str, Any]:
     specs = config.logs_specs
     if specs is None:
         return {}
@@ -96,8 +105,8 @@ def _logs(config: LaunchConfig) -> dict[str, Any]:
         )
     found = {
         "log_dir": specs.root_log_dir,
-        "redirects": _choice(specs._redirects),
-        "tee": _choice(specs._tee),
+        "redirects": _stream_choice(specs._redirects),
+        "tee": _stream_choice(specs._tee),
         "local_ranks_filter": frozenset(specs._local_ranks_filter or ()) or None,
     }
     if found["log_dir"] == os.devnull:
@@ -106,16 +115,16 @@ def _logs(config: LaunchConfig) -> dict[str, Any]:
                 f"logs_specs writes output to files, so its log_dir must not be {os.devnull}"
             )
         found["log_dir"] = None
-    return {"logs_specs": None, **_without_conflict(config, "logs_specs", found)}
+    return {"logs_specs": None, **_check_no_conflict(config, "logs_specs", found)}
 
 
-def _choice(streams: int | Mapping[int, int]) -> StreamChoice:
+def _stream_choice(streams: int | Mapping[int, int]) -> StreamChoice:
     if isinstance(streams, Mapping):
         return StreamChoice(by_rank={rank: Streams(int(s)) for rank, s in streams.items()})
     return StreamChoice(everywhere=Streams(int(streams)))
 
 
-def _numa_binding(config: LaunchConfig) -> dict[str, Any]:
+def _numa_fields(config: LaunchConfig) -> dict[str, Any]:
     if config.numa_options is None:
         return {}
     mode = getattr(config.numa_options, "affinity_mode", None)
@@ -125,7 +134,7 @@ def _numa_binding(config: LaunchConfig) -> dict[str, Any]:
             "numa_options must be torch's NumaOptions with an affinity_mode of "
             f"{', '.join(NUMA_BINDINGS)}, got {config.numa_options!r}"
         )
-    return _without_conflict(config, "numa_options", {"numa_binding": name})
+    return _check_no_conflict(config, "numa_options", {"numa_binding": name})
 
 
 def allows_unbound_workers(config: LaunchConfig) -> bool:
@@ -133,7 +142,7 @@ def allows_unbound_workers(config: LaunchConfig) -> bool:
     return bool(getattr(config.numa_options, "should_fall_back_if_binding_fails", False))
 
 
-def _signals(config: LaunchConfig) -> dict[str, Any]:
+def _signal_fields(config: LaunchConfig) -> dict[str, Any]:
     if config.signals_to_handle is None:
         return {}
     stop = read_signals(config.signals_to_handle, "signals_to_handle") or ()
@@ -152,8 +161,14 @@ def _signals(config: LaunchConfig) -> dict[str, Any]:
     return {"supervision": attrs.evolve(config.supervision, agent=agent)}
 
 
-def _without_conflict(config: LaunchConfig, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a torch field if elasticlib's fields are unset or agree."""
+def _check_no_conflict(
+    config: LaunchConfig, name: str, values: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return `values`, to which the torch field `name` sets elasticlib's fields.
+
+    Raises:
+        ConfigError: one of the fields is set to another value.
+    """
     for field, value in values.items():
         if getattr(config, field) not in (None, StreamChoice(), value):
             raise ConfigError(
@@ -164,7 +179,7 @@ def _without_conflict(config: LaunchConfig, name: str, values: Mapping[str, Any]
 
 
 def to_launch_config(config: Any, kind: type[LaunchConfig]) -> LaunchConfig:
-    """Return a config as elasticlib's class; torch's is read field by field.
+    """Return `config` as an instance of `kind`, with a copy of the fields of torch's LaunchConfig.
 
     Raises:
         ConfigError: the config is of another class, or has a setting that is not supported.
@@ -216,7 +231,8 @@ def read_torchrun_variables(
 
     Args:
         environment: the environment of the launcher.
-        python: False if the workers are started without an interpreter of their own.
+        python: False to ignore PYTHON_EXEC, because the workers are started without an interpreter
+            of their own.
 
     Raises:
         ConfigError: a variable has an invalid value.

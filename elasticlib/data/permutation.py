@@ -42,7 +42,7 @@ MAX_LIST_CHUNK = 1 << 11  # indices that are Python integers at a time; they tak
 
 
 class Order(Protocol):
-    """Order of the samples of an epoch. A one-dimensional int64 tensor is one.
+    """Order of the samples of an epoch, for example a one-dimensional int64 tensor of indices.
 
     `order[positions]` returns the indices into the dataset at int64 `positions` in
     range(len(order)), as an int64 tensor of the same shape.
@@ -125,7 +125,10 @@ class Permutation:
         return high.bitwise_left_shift_(self.low_bits).bitwise_or_(low)
 
     def _random_functions(self, key: str, num_bits: int, size: int) -> list[list[LookupTable]]:
-        """Return for each round the tables of all bits of a number, with values in range(size)."""
+        """Return, for each round, a random function from `num_bits` bits to range(size).
+
+        A function is a list of tables, one for each part of the bits.
+        """
         width = -(-num_bits // -(-num_bits // MAX_TABLE_BITS))
         widths = [(shift, min(width, num_bits - shift)) for shift in range(0, num_bits, width)]
         words = _random_words(key, ROUNDS * sum(1 << bits for _, bits in widths))
@@ -157,7 +160,7 @@ class LookupTable:
 
 
 def _random_words(key: str, count: int) -> Tensor:
-    """Return `count` random int32 numbers that depend on `key`."""
+    """Return `count` random int32 numbers, which `key` determines."""
     if not count:
         return torch.empty(0, dtype=torch.int32)
     words = bytearray(hashlib.shake_128(key.encode()).digest(4 * count))

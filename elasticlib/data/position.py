@@ -74,14 +74,14 @@ def advance(position: SamplerPosition, count: int) -> SamplerPosition:
 
 
 def next_epoch(position: SamplerPosition) -> SamplerPosition:
-    """Return the start of the epoch after this one."""
+    """Return the start of the epoch after that of `position`."""
     return attrs.evolve(position, epoch=position.epoch + 1, consumed=0)
 
 
 def positions_of_rank(
     position: SamplerPosition, *, rank: int, world_size: int, tail: Tail
 ) -> range:
-    """Return the positions that a rank uses from here to the end of the epoch.
+    """Return the positions of the order that a rank uses from `position` to the end of the epoch.
 
     Rank r uses consumed + r, consumed + r + world_size, and so on. With "pad", a number can be
     `length` or more. It then means `number % length`, a repeat from the start of the order.

@@ -111,7 +111,11 @@ class EpochProgress:
         self.position = attrs.evolve(self.position, consumed=self.position.length)
 
     def set_epoch(self, epoch: int) -> None:
-        """Move to the start of `epoch`, unless it is the current one or the first to be set."""
+        """Move to the start of `epoch`.
+
+        The samples of the position are kept if `epoch` is the current one, or if nothing was drawn,
+        counted, loaded or set before.
+        """
         epoch = check_int("epoch", epoch)
         if epoch < 0:
             raise ConfigError(f"need epoch >= 0, got {epoch}")
@@ -134,7 +138,7 @@ class EpochProgress:
         """Move to the position of an iterator's state, where `iteration` continues.
 
         A loader restores its iterator only when it is iterated. Before that, the script may have
-        called `set_epoch` with the epoch of the state or, if that is exhausted, with the next one.
+        called `set_epoch` with the epoch of the state or, if it is exhausted, with the next epoch.
 
         Raises:
             StateMismatchError: as for `position.resume`, or `set_epoch` was called with another
@@ -164,7 +168,7 @@ class EpochProgress:
         """Return a warning if the last iterator is finished and too few samples were counted."""
         if self._iteration is None:
             return ""
-        return self._once("missing", self._iteration.missing_counts_warning())
+        return self._report_once("missing", self._iteration.missing_counts_warning())
 
     def surplus_warning(self) -> str:
         """Return a warning if more samples were counted than the epoch has.
@@ -174,7 +178,7 @@ class EpochProgress:
         if self._surplus < max(1, 2 * self._max_count):
             return ""
         position = self.position
-        return self._once(
+        return self._report_once(
             "surplus",
             f"advance() counted {position.length + self._surplus} samples of epoch"
             f" {position.epoch}, which has {position.length}: a run that is resumed within an"
@@ -189,7 +193,7 @@ class EpochProgress:
         if self._is_counted or not at_last_save[1] or at_last_save == self._drawn_at_save:
             return ""
         position = self.position
-        return self._once(
+        return self._report_once(
             "none",
             "samples were drawn from this ElasticDistributedSampler between two saves, but"
             f" advance() was not called: the state has {position.consumed} samples of epoch"
@@ -197,7 +201,8 @@ class EpochProgress:
             " sampler.advance(batch_size * world_size) after each step, on every rank",
         )
 
-    def _once(self, kind: str, message: str) -> str:
+    def _report_once(self, kind: str, message: str) -> str:
+        """Return `message` if it is the first one of its kind, else an empty string."""
         if not message or kind in self._reported:
             return ""
         self._reported.add(kind)
@@ -236,7 +241,7 @@ class Iteration:
 
     @property
     def _drawn(self) -> int:
-        """Number of samples that all ranks have drawn when they have yielded as many items."""
+        """Number of samples of all ranks once each has yielded as many items as this iterator."""
         return self.yielded * self._source._stride
 
     def state_dict(self) -> dict[str, Any]:
@@ -317,7 +322,7 @@ class GlobalPositionIterable:
 
     @property
     def _stride(self) -> int:
-        """Number of samples that all ranks together use while this one gets one item."""
+        """Number of samples that all ranks together use while this rank gets one item."""
         raise NotImplementedError
 
     def _chunks(self, start: SamplerPosition) -> Iterator[list[Any]]:
@@ -350,7 +355,7 @@ class GlobalPositionIterable:
         return self.progress.position
 
     def set_epoch(self, epoch: int) -> None:
-        """Move to the start of `epoch`, or keep the position if that is the current epoch.
+        """Move to the start of `epoch`, or keep the position if `epoch` is the current one.
 
         Call it before each epoch. A first call before anything is drawn, counted or loaded keeps
         the position, so `start_index` refers to that epoch.
@@ -509,7 +514,7 @@ class ElasticDistributedSampler(GlobalPositionIterable, DistributedSampler[int])
             self.set_epoch(epoch)
 
     def epoch_order(self, epoch: int) -> Order:
-        """Return the order of an epoch. The last one is cached.
+        """Return the order of an epoch. The order that was returned last is cached.
 
         Args:
             epoch: number of the epoch.
@@ -557,7 +562,7 @@ class ElasticDistributedSampler(GlobalPositionIterable, DistributedSampler[int])
     def samples_left(self) -> int:
         """The number of remaining samples of all ranks together, without repeats.
 
-        Divide the sums of an evaluation by the value before it.
+        Divide the sums of an evaluation by the value that this had before the evaluation.
         """
         start = self.position
         return min(self._epoch_end(start), start.length) - start.consumed

@@ -103,6 +103,7 @@ class ShardDataset(Dataset[T]):
             start = end
 
     def _read_exactly(self, shard: int, start: int, stop: int) -> Iterator[T]:
+        """Read samples of one shard. Raise ConfigError if `read` returns fewer or more of them."""
         count = 0
         for count, sample in enumerate(self.read(self.shards[shard], start, stop), 1):
             if count <= stop - start:

@@ -133,7 +133,7 @@ class TorchReconfigurableBackend(GroupBackend):
         # The imports in this function take long; no other member waits for this one yet.
         _clear_dtensor_plans()
         # All processes have the same handle before their first reconfiguration.
-        self._connect(secrets.randbits(62), [_handle()])
+        self._connect(secrets.randbits(62), [_reconfigure_handle()])
 
     @classmethod
     def is_supported(cls, backend: str | None) -> bool:
@@ -141,7 +141,7 @@ class TorchReconfigurableBackend(GroupBackend):
         return hasattr(dist, "_reconfigure") and names <= cls.SUPPORTED
 
     def reconfigure(self, membership: GroupMembership) -> None:
-        handles = membership.all_gather("handle", _handle())
+        handles = membership.all_gather("handle", _reconfigure_handle())
         with self._lock:
             self._sockets.start_recording()
             self._abort_started = self._transferred = None
@@ -184,7 +184,7 @@ def find_backend(backend: str | None) -> type[GroupBackend] | None:
     return next((kind for kind in BACKENDS if kind.is_supported(backend)), None)
 
 
-def _handle() -> str:
+def _reconfigure_handle() -> str:
     return str(_c10d._get_reconfigure_handle())
 
 
@@ -210,11 +210,11 @@ class _GroupSockets:
         self._opened: frozenset[int] | None = frozenset()  # inodes; None while recording
 
     def start_recording(self) -> None:
-        """Forget the sockets of the last group. Sockets that are opened now belong to this one."""
+        """Forget the sockets of the last group, and record sockets that are opened from now on."""
         self._existing, self._opened = frozenset(_socket_descriptors_by_inode()), None
 
     def stop_recording(self) -> None:
-        """Sockets that are opened from now on do not belong to the group."""
+        """Stop recording: sockets that are opened from now on do not belong to the group."""
         self._opened = frozenset(_socket_descriptors_by_inode()) - self._existing
 
     def bytes_transferred(self) -> dict[int, tuple[int, ...]]:
@@ -263,7 +263,7 @@ def _socket_inode(descriptor: int) -> int | None:
 
 @contextlib.contextmanager
 def _duplicate_connection(descriptor: int, inode: int) -> Iterator[socket.socket | None]:
-    """Provide a duplicate of a connection, or None if it listens or its descriptor was reused."""
+    """Yield a duplicate of a connection, or None if it listens or `inode` is not its inode."""
     duplicate = os.dup(descriptor)
     if _socket_inode(duplicate) != inode:
         os.close(duplicate)
@@ -275,6 +275,7 @@ def _duplicate_connection(descriptor: int, inode: int) -> Iterator[socket.socket
 
 
 def _tcp_bytes(descriptor: int, inode: int) -> tuple[int, ...]:
+    """Return the acknowledged and the received bytes of a connection; () if they are unknown."""
     with (
         contextlib.suppress(OSError, struct.error),
         _duplicate_connection(descriptor, inode) as connection,

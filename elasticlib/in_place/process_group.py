@@ -162,7 +162,7 @@ class RegroupableGroup:
     def abort_on_group_end(self) -> Iterator[None]:
         """Within this block, collectives fail soon after the agent stops the generation."""
         stop = threading.Event()
-        thread = daemon_thread(partial(self._watch, stop), "elasticlib-group")
+        thread = daemon_thread(partial(self._abort_until, stop), "elasticlib-group")
         thread.start()
         try:
             yield
@@ -170,7 +170,8 @@ class RegroupableGroup:
             stop.set()
             thread.join()
 
-    def _watch(self, stop: threading.Event) -> None:
+    def _abort_until(self, stop: threading.Event) -> None:
+        """Until `stop` is set, abort collectives while this worker has to leave its group."""
         should_leave_group = False
         while not stop.wait(ABORT_INTERVAL_S if should_leave_group else WATCH_INTERVAL_S):
             with self._lock:
@@ -204,7 +205,12 @@ def _generation() -> int:
 
 
 def _connect_to_store() -> Any:
-    """Connect to the store of the generation, whose host may be the node that was lost."""
+    """Connect to the store of the generation. Retry for EXCHANGE_TIMEOUT_S.
+
+    Raises:
+        RuntimeError: all tries failed, or the agent has stopped the generation. The store may have
+            been on the node that was lost.
+    """
     # Without a store of the agent, rank 0 serves it.
     is_served_by_rank_0 = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -267,6 +273,8 @@ class GenerationStore(_c10d.Store):  # type: ignore[misc]
 
 
 def _forwarder(name: str) -> Callable[..., Any]:
+    """Return a method of GenerationStore that calls the method `name` of its target."""
+
     def call(self: GenerationStore, *args: Any) -> Any:
         return getattr(self.target, name)(*args)
 

@@ -101,11 +101,18 @@ class StateRollback:
                 if buffer is not None
             ],
             param_groups=[
-                (group, {name: _copied(value) for name, value in group.items() if name != "params"})
+                (
+                    group,
+                    {
+                        name: _clone_if_tensor(value)
+                        for name, value in group.items()
+                        if name != "params"
+                    },
+                )
                 for optimizer in self._optimizers
                 for group in optimizer.param_groups
             ],
-            other_values=copy.deepcopy(to_plain_values(self._others())),
+            other_values=copy.deepcopy(to_plain_values(self._other_parts())),
         )
 
     @torch.no_grad()
@@ -138,12 +145,12 @@ class StateRollback:
                     current.copy_(value)
                 else:
                     group[name] = value
-        others = self._others()
+        others = self._other_parts()
         plan_restore(others, saved.other_values)()
         self._state.update(others)
         return True
 
-    def _others(self) -> dict[str, Any]:
+    def _other_parts(self) -> dict[str, Any]:
         """Return the parts of the state that are not a module, optimizer or LogicalWorkers."""
         return {name: self._state[name] for name in self._other_names}
 
@@ -161,7 +168,7 @@ def _find_instances(state: object, kind: type | tuple[type, ...]) -> list[Any]:
     return found
 
 
-def _copied(value: Any) -> Any:
+def _clone_if_tensor(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 

@@ -298,7 +298,7 @@ class StepLoop:
                     return False
                 if self.stop_request is not None:
                     return True
-        return self._finish_together()
+        return self._wait_until_all_finish()
 
     def _finish_last_attempt(self) -> None:
         """Count the last attempt if it was committed; otherwise roll it back.
@@ -352,8 +352,8 @@ class StepLoop:
         self.stop_request = stop
         return False
 
-    def _finish_together(self) -> bool:
-        """Return True if all ranks have finished. A rank that was lost may need this state."""
+    def _wait_until_all_finish(self) -> bool:
+        """Wait for all ranks. Return False if the group ends; the next one may need this state."""
         if self._group is None:
             return True
         try:
@@ -367,7 +367,7 @@ class StepLoop:
     # -- Errors of a group -------------------------------------------------------------------------
 
     def _handle_step_error(self, error: BaseException) -> bool:
-        """Roll the step back if the group is broken. Return False for an error of the script."""
+        """Roll the step back if the group has ended. Return False for an error of the script."""
         if not self._is_group_failure(error):
             return False
         self._finish_last_attempt()
@@ -378,10 +378,11 @@ class StepLoop:
         return True
 
     def _is_group_failure(self, error: BaseException) -> bool:
-        """Return True if the agent has stopped the generation; wait for its notice first.
+        """Report an error to the agent, and return True if the agent stops the generation.
 
-        The error that the loss of a member causes can have any type. So the decision is the
-        agent's, which may notice the loss later than this worker.
+        The error that the loss of a member causes can have any type, so the agent decides whether
+        `error` is one. It may notice the loss later than this worker, so this method waits for its
+        notice, up to GROUP_END_TIMEOUT_S, unless the loss of a member cannot cause `error`.
         """
         if self._group is None or not isinstance(error, Exception):
             return False
@@ -453,11 +454,11 @@ class StepLoop:
         self.state, self._parts = state, parts
 
     def _read_values(self) -> None:
-        """Take the values that the script has assigned in its state."""
+        """Copy values that the script has assigned in its state to the parts that are saved."""
         _copy_values(self.state, self._parts)
 
     def _write_values(self) -> None:
-        """Assign the values that were restored or rolled back in the state of the script."""
+        """Copy values that were restored or rolled back to the state of the script."""
         _copy_values(self._parts, self.state)
 
     def _status(self) -> MemberStatus:
@@ -478,7 +479,13 @@ class StepLoop:
         self._has_state = self._is_complete = True
 
     def _restore(self, members: Sequence[MemberStatus]) -> None:
-        """Restore the newest state that the manager finds. Without one, keep the initial state."""
+        """Restore the newest state that the manager finds.
+
+        If there is none, or no manager, the initial state is kept.
+
+        Raises:
+            CheckpointError: there is none, although a member has committed a step.
+        """
         self._is_complete = False
         result = None if self._manager is None else self._manager.restore(self._parts)
         if result:
@@ -502,7 +509,7 @@ class StepLoop:
             is_receiver = peers.rank in plan.receivers
             if plan.receivers:
                 # If packing fails here, only this worker fails, and the others continue without it.
-                pack = _packed(self._parts) if peers.rank == plan.source else None
+                pack = _pack_state(self._parts) if peers.rank == plan.source else None
                 pack = peers.broadcast_pack(plan.step, pack, plan.source, plan.receivers)
         if is_receiver:
             self._is_complete = False
@@ -550,7 +557,7 @@ def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _packed(state: TrainingState) -> memoryview:
+def _pack_state(state: TrainingState) -> memoryview:
     """Return a copy of the state as bytes."""
     image = plan_layout(state)
     memory = memoryview(new_memory(image.size))

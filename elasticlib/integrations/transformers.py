@@ -131,7 +131,7 @@ def _is_complete(checkpoint: Path, step: int) -> bool:
 
 
 def _is_complete_safetensors(file: Path) -> bool:
-    """Compare the size of a safetensors file with the offsets in its header.
+    """Return True if the size of a safetensors file is the one that its header implies.
 
     The file starts with the length of the header, followed by the header in JSON.
     """

@@ -1,9 +1,9 @@
-"""The sum of the gradients of all logical workers, added in the order of the tree.
+"""The sum of the gradients of all logical workers, in the order of the tree of `tree_sum`.
 
 The gradients of a model are stored in flat tensors, one for each dtype and device. A parameter
 without a gradient counts as zeros. After the gradients, a flat tensor has one number for each
-parameter: how many of the added logical workers had a gradient for it. So a parameter for which
-none had one keeps `.grad` None, which an optimizer treats differently from zeros.
+parameter: how many of the added logical workers had a gradient for it. If the number is 0, the
+parameter keeps `.grad` None, which an optimizer treats differently from zeros.
 
 Ranks complete the sum in the manner of a reduce-scatter and an all-gather: each rank adds one slice
 of the flat tensor, in the order of the tree, from the sums of all ranks. The network adds nothing.
@@ -33,8 +33,8 @@ class GradientExchange:
 
     Args:
         count: number of logical workers.
-        group: the process group whose ranks share them; None for the default group, or for this
-            process if there is none.
+        group: the process group whose ranks share the logical workers; None for the default group,
+            or for this process alone if there is no group.
         bucket_bytes: part of a flat tensor that is exchanged at a time.
     """
 
@@ -72,7 +72,7 @@ class GradientExchange:
             _wait_all(self._finish_bucket(receiving, local))
 
     def _start_bucket(self, start: int, length: int, local: Sequence[Tensor]) -> _Bucket:
-        """Start to receive this rank's slice of all sums, and to send the slices of the others."""
+        """Start to receive this rank's slices, and to send their slices to the other ranks."""
         bucket = _Bucket(start, length // self.world_size)
         operations = []
         for rank in self._peers:
@@ -86,7 +86,11 @@ class GradientExchange:
         return bucket
 
     def _finish_bucket(self, bucket: _Bucket, local: Sequence[Tensor]) -> list[dist.Work]:
-        """Add this rank's slice, and start to exchange the results with the other ranks."""
+        """Add up this rank's slices, and start to exchange the total with the other ranks.
+
+        Returns:
+            The operations that are in progress.
+        """
         _wait_all(bucket.works)
         tree = TreeSum[Tensor, Tensor](self.count, lambda left, right: left.add_(right))
         own = [flat[bucket.slice_of(self.rank)] for flat in local]
@@ -155,7 +159,7 @@ class ModelGradient:
         self._groups = [_GroupGradient(members, exchange) for members in groups.values()]
 
     def is_for(self, parameters: Mapping[str, Tensor]) -> bool:
-        """Return True if these are the same parameters, with unchanged dtype, device and shape."""
+        """Return True if `parameters` are `self.parameters`, with the same types and shapes."""
         if len(parameters) != len(self.parameters):
             return False
         known = zip(self.parameters.values(), self._layouts, strict=True)
@@ -165,7 +169,9 @@ class ModelGradient:
         )
 
     def accumulate(self, worker: int) -> None:
-        """Add the gradients in `.grad`, of the next logical worker, and set `.grad` to None.
+        """Add the gradients in `.grad`, which are those of `worker`, and set `.grad` to None.
+
+        The logical workers of this rank must be added in ascending order.
 
         Raises:
             NotReproducibleError: a gradient is sparse or has another dtype than its parameter.
@@ -181,7 +187,10 @@ class ModelGradient:
             group.accumulate(worker)
 
     def reduce_to_grads(self) -> None:
-        """Write the sum over all ranks to `.grad`, or None if no logical worker had a gradient."""
+        """Write the sum over all ranks to `.grad`, or None if no logical worker had a gradient.
+
+        Every rank must call this.
+        """
         for group in self._groups:
             group.reduce_to_grads()
 
@@ -255,31 +264,33 @@ class _FlatGradient:
     @torch.no_grad()
     def assign(self, gradients: Gradients) -> None:
         """Replace the content by the gradients of one logical worker."""
-        views, present = self._present(gradients)
+        views, present = self._views_and_gradients(gradients)
         for view, gradient in zip(self.views, gradients, strict=True):
             if gradient is None:
                 view.zero_()
         if present:
             torch._foreach_copy_(views, present)
-        self.counts.copy_(self._has_gradient(gradients))
+        self.counts.copy_(self._gradient_counts(gradients))
 
     @torch.no_grad()
     def add(self, gradients: Gradients) -> None:
         """Add the gradients of one logical worker, as the right operand."""
-        views, present = self._present(gradients)
+        views, present = self._views_and_gradients(gradients)
         for view, gradient in zip(self.views, gradients, strict=True):
             if gradient is None:
                 # Turns -0.0 into 0.0, as adding a flat tensor of zeros does.
                 view.add_(0.0)
         if present:
             torch._foreach_add_(views, present)
-        self.counts.add_(self._has_gradient(gradients))
+        self.counts.add_(self._gradient_counts(gradients))
 
-    def _present(self, gradients: Gradients) -> tuple[list[Tensor], list[Tensor]]:
+    def _views_and_gradients(self, gradients: Gradients) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the views of the parameters that have a gradient, and these gradients."""
         pairs = [(v, g) for v, g in zip(self.views, gradients, strict=True) if g is not None]
         return [view for view, _ in pairs], [gradient for _, gradient in pairs]
 
-    def _has_gradient(self, gradients: Gradients) -> Tensor:
+    def _gradient_counts(self, gradients: Gradients) -> Tensor:
+        """Return 1 for each parameter that has a gradient, and 0 for each other one."""
         return torch.tensor([gradient is not None for gradient in gradients]).to(self.flat)
 
 

@@ -63,8 +63,8 @@ class LogicalWorker:
     def samples(self, batch_size: int) -> range:
         """Return this worker's part of a global batch, counted from the first sample of the batch.
 
-        It is the same at any world size, and empty if there are fewer samples than logical workers
-        before this one.
+        It is the same at any world size. It is empty if `batch_size` is not larger than the index
+        of this logical worker.
 
         Args:
             batch_size: number of samples in the global batch.
@@ -154,7 +154,7 @@ class LogicalWorkers:
 
     @property
     def workers(self) -> range:
-        """The logical workers of this rank: consecutive, one more than on other ranks at most."""
+        """The range of logical workers of this rank. Lengths on two ranks differ by at most one."""
         return logical_workers_of_rank(self.count, self._exchange.world_size, self._exchange.rank)
 
     def samples(self, batch_size: int) -> range:
@@ -200,9 +200,9 @@ class LogicalWorkers:
     def reduce(self) -> None:
         """Write the sum of the gradients of all logical workers to `.grad`. All ranks call this.
 
-        A parameter for which no logical worker had a gradient has None. The tensors are reused at
-        the next step. From then on torch's random numbers, as an optimizer draws them, depend only
-        on seed and step.
+        If no logical worker had a gradient for a parameter, its `.grad` is None. The tensors in
+        `.grad` are reused at the next step. After this call, torch's random numbers, as an
+        optimizer draws them, depend only on seed and step.
 
         Raises:
             NotReproducibleError: the loop over `step` is not complete.
@@ -236,7 +236,7 @@ class LogicalWorkers:
         Call it after the model was moved to its device and torch was configured.
 
         Args:
-            state: of any rank, and of any world size.
+            state: the result of `state_dict` on any rank, at any world size.
             allow_other_environment: accept another version of torch, number of threads or kind of
                 machine. The weights can then differ in their last bits.
 
@@ -351,7 +351,7 @@ def check_ranks_agree(conditions: Mapping[str, Any], group: dist.ProcessGroup | 
     """Compare the conditions of all ranks, which must all call this.
 
     Raises:
-        NotReproducibleError: they differ; on every rank, with the same message.
+        NotReproducibleError: the conditions of two ranks differ; all ranks raise the same message.
     """
     if not dist.is_initialized():
         return

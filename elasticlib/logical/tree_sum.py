@@ -23,7 +23,7 @@ S = TypeVar("S")
 
 
 def logical_workers_of_rank(count: int, world_size: int, rank: int) -> range:
-    """Return the logical workers, of `count`, that `rank` computes; at least one.
+    """Return which of the `count` logical workers `rank` computes; at least one.
 
     Raises:
         ConfigError: there are fewer logical workers than ranks, or `rank` is out of range.
@@ -39,8 +39,8 @@ def logical_workers_of_rank(count: int, world_size: int, rank: int) -> range:
 def local_subtrees(count: int, world_size: int, rank: int) -> list[range]:
     """Return the largest nodes of the tree within a rank's share, whose sums it has to send.
 
-    There is one if the share itself is a node, as when count and world size are powers of two, and
-    at most 2 * log2(count) otherwise.
+    There is one such node if the share itself is a node, as when count and world size are powers of
+    two. Otherwise there are at most 2 * log2(count).
     """
     tree = TreeSum[int, int](count, operator.add)
     for worker in logical_workers_of_rank(count, world_size, rank):

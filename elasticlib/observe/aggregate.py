@@ -160,7 +160,7 @@ def _update_workers(status: NodeStatus, *workers: WorkerStatus) -> NodeStatus:
 def with_heartbeats(
     status: NodeStatus, heartbeats: Mapping[int, Heartbeat], now: float
 ) -> NodeStatus:
-    """Return the status with the workers' heartbeats, given by local rank."""
+    """Return the status with the steps, rates and ages of heartbeats, which are by local rank."""
     workers, snapshot_steps = [], []
     for worker in status.workers:
         beat = heartbeats.get(worker.local_rank)
@@ -241,38 +241,39 @@ def update_generation(generation: NodeGeneration, event: Event) -> NodeGeneratio
             if silence is not None:
                 silence = max(silence, generation.undetected_seconds or 0.0)
                 generation = attrs.evolve(generation, undetected_seconds=silence)
-            return attrs.evolve(_disrupt(generation, at), has_failed=True)
+            return attrs.evolve(_mark_disrupted(generation, at), has_failed=True)
         case "stopping" | "drain.requested" | "rendezvous.started":
             notice = event.text("notice") if kind == "stopping" else kind == "drain.requested"
             is_planned = generation.is_planned or bool(notice) or event.is_true("is_planned")
-            generation = attrs.evolve(_disrupt(generation, at), is_planned=is_planned)
-            return _end(generation, at) if kind == "rendezvous.started" else generation
+            generation = attrs.evolve(_mark_disrupted(generation, at), is_planned=is_planned)
+            return _mark_ended(generation, at) if kind == "rendezvous.started" else generation
         case "worker.exited":
             generation = attrs.evolve(generation, last_exit_at=at)
-            return generation if event.is_expected_exit else _disrupt(generation, at)
+            return generation if event.is_expected_exit else _mark_disrupted(generation, at)
         case "stopped":
             stopped_at = generation.stopped_at or at
             return attrs.evolve(generation, stopped_at=stopped_at, all_exited_at=at)
         case "run.finished":
-            return _end(
+            return _mark_ended(
                 generation, at if generation.last_exit_at is None else generation.last_exit_at
             )
     return generation
 
 
-def _disrupt(generation: NodeGeneration, at: float) -> NodeGeneration:
+def _mark_disrupted(generation: NodeGeneration, at: float) -> NodeGeneration:
+    """Record the time of the first sign that the generation ends; later ones are ignored."""
     if generation.disrupted_at is not None:
         return generation
     return attrs.evolve(generation, disrupted_at=at)
 
 
-def _end(generation: NodeGeneration, at: float) -> NodeGeneration:
+def _mark_ended(generation: NodeGeneration, at: float) -> NodeGeneration:
     exited_at = at if generation.all_exited_at is None else generation.all_exited_at
     return attrs.evolve(generation, stopped_at=generation.stopped_at or at, all_exited_at=exited_at)
 
 
 def _record_step(generation: NodeGeneration, event: Event) -> NodeGeneration:
-    """Record the first step of the generation, or the last one before this event."""
+    """Record the first step of the generation, or the last step before this event."""
     step = event.count("step")
     if step is None:
         return generation

@@ -83,10 +83,10 @@ def encode_request(request: ControlRequest) -> bytes:
 
 
 def decode_request(data: bytes) -> ControlRequest:
-    """Return the request of some bytes.
+    """Decode a request.
 
     Raises:
-        ValueError: the data is something else; the error names the field.
+        ValueError: the data is not a valid request; the error names the field.
     """
     fields = _read_message(data, "a request")
     actions = {action.value: action for action in ControlAction}
@@ -111,10 +111,10 @@ def encode_answer(answer: ControlAnswer) -> bytes:
 
 
 def decode_answer(data: bytes) -> ControlAnswer:
-    """Return the answer of some bytes.
+    """Decode an answer.
 
     Raises:
-        ValueError: the data is something else; the error names the field.
+        ValueError: the data is not a valid answer; the error names the field.
     """
     fields = _read_message(data, "an answer")
     texts = {name: _read_text(fields, name) for name in ("node_id", "host", "text")}
@@ -352,10 +352,10 @@ class ControlClient:
     def __exit__(self, *_: object) -> None:
         # The store may be gone with the node that served it. Then, each call takes a while.
         queue = BackgroundQueue("control-cleanup", lambda _: None)
-        queue.call(self._delete_all)
+        queue.call(self._delete_requests_and_answers)
         queue.close(CLEANUP_TIMEOUT_S)
 
-    def _delete_all(self) -> None:
+    def _delete_requests_and_answers(self) -> None:
         # If the store is unreachable, the requests expire.
         with contextlib.suppress(StoreError):
             for id in self._ids:
@@ -378,7 +378,7 @@ class ControlClient:
                 now = monotonic()
                 if now - checked_at > LIVENESS_INTERVAL_S:
                     checked_at = now
-                    if lost := awaited - self._live_ids() - answers.keys():
+                    if lost := awaited - self._live_node_ids() - answers.keys():
                         # A node may have answered just before it left: read the answers again.
                         awaited -= lost
                         continue
@@ -398,7 +398,7 @@ class ControlClient:
     ) -> dict[str, ControlAnswer]:
         """Return the answers, and one for each node that ended with the job before it answered."""
         try:
-            live_ids = self._live_ids()
+            live_ids = self._live_node_ids()
         except StoreError:
             return dict(answers)
         stopped = {
@@ -408,7 +408,7 @@ class ControlClient:
         }
         return {**stopped, **answers}
 
-    def _live_ids(self) -> set[str]:
+    def _live_node_ids(self) -> set[str]:
         entries = self._store.list(self._node_prefix).entries
         return {entry.key.removeprefix(self._node_prefix) for entry in entries}
 
@@ -473,7 +473,12 @@ class ControlResponder(StoreResponder):
         self._finished: deque[str] = deque(maxlen=MAX_REMEMBERED)  # keys that need no reaction
 
     def answer_all(self, entries: Iterable[Entry]) -> bool:
-        """React to new requests and forget deleted ones; return True if there was a new one."""
+        """React to new requests, and delete the answers to requests that are gone.
+
+        Returns:
+            True if the requests should be listed again soon, because this node has answered one
+            or is not part of the run yet.
+        """
         newest = sorted(entries, key=lambda entry: entry.version)[-MAX_REQUESTS:]
         current = {entry.key for entry in newest}
         for key in self._first_read_at.keys() - current:

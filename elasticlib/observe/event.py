@@ -206,36 +206,36 @@ class Event:
         return self.is_true("succeeded") or self.is_true("stopped")
 
     def number(self, name: str) -> float | None:
-        """Return a value that is a finite number, else None."""
+        """Return the value of `name` in `data` if it is a finite number, else None."""
         return _as_number(self.data.get(name))
 
     def value(self, name: str) -> float | None:
-        """Return a number that may be infinite or NaN, which are written as text, else None."""
+        """Return the value of `name` if it is a number, infinite and NaN included, else None."""
         return _as_value(self.data.get(name))
 
     def seconds(self, name: str) -> float | None:
-        """Return a number that is not negative, else None."""
+        """Return the value of `name` if it is a number that is not negative, else None."""
         number = self.number(name)
         return None if number is None or number < 0 else number
 
     def count(self, name: str) -> int | None:
-        """Return an integer that is not negative, else None."""
+        """Return the value of `name` if it is an integer that is not negative, else None."""
         return _as_count(self.data.get(name))
 
     def text(self, name: str) -> str:
-        """Return a text, empty if there is none."""
+        """Return the value of `name` if it is a text, else an empty text."""
         value = self.data.get(name)
         return value if isinstance(value, str) else ""
 
     def texts(self, name: str) -> dict[str, str]:
-        """Return texts by name, empty if there are none."""
+        """Return the value of `name` if it is an object, with its values as texts, else {}."""
         value = self.data.get(name)
         if not isinstance(value, Mapping):
             return {}
         return {str(key): str(item) for key, item in value.items()}
 
     def pair(self, name: str) -> tuple[int, int] | None:
-        """Return two integers that are not negative, else None."""
+        """Return the value of `name` if it is two integers that are not negative, else None."""
         value = self.data.get(name)
         if not isinstance(value, (list, tuple)) or len(value) != 2:
             return None
@@ -243,7 +243,7 @@ class Event:
         return None if first is None or last is None else (first, last)
 
     def is_true(self, name: str) -> bool:
-        """Return True if a value is true, and not only similar to it."""
+        """Return True if the value of `name` is the boolean true, and not 1 or the text "true"."""
         return self.data.get(name) is True
 
 
@@ -266,7 +266,7 @@ def _as_count(value: object) -> int | None:
 
 
 def encode(event: Event) -> bytes:
-    """Return the line of an event; long texts are truncated to keep it within the limit."""
+    """Return an event as a line of JSON; long texts are cut to keep it below MAX_EVENT_BYTES."""
     head = {
         "version": VERSION,
         "kind": event.kind,
@@ -288,7 +288,10 @@ def encode(event: Event) -> bytes:
 
 
 def truncate(value: Any, limit: int) -> Any:
-    """Return a JSON value with texts of `limit` characters and about `limit` items at most."""
+    """Return a JSON value with texts of `limit` characters and about `limit` items at most.
+
+    Infinite numbers and NaN become text.
+    """
     if isinstance(value, str) and len(value) > limit:
         return value[:limit] + "..."
     if isinstance(value, Mapping):
@@ -325,10 +328,10 @@ def decode(line: bytes | str) -> Event:
 
 
 def read_versioned_object(data: bytes | str, label: str, version: int) -> dict[str, Any]:
-    """Parse a JSON object that has this version.
+    """Parse a JSON object whose field `version` is `version`.
 
     Raises:
-        ValueError: the data is something else.
+        ValueError: the data is no such object. The message starts with `label`.
     """
     try:
         fields = json.loads(data)

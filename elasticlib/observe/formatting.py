@@ -83,7 +83,7 @@ def format_bytes(value: float) -> str:
 
 
 def format_ranges(numbers: Iterable[int], max_ranges: int | None = None) -> str:
-    """Format ranks as flags take them: `0-3, 7`; more ranges as `20 from 0 to 38`."""
+    """Format ranks as flags take them: `0-3, 7`; above `max_ranges` ranges `20 from 0 to 38`."""
     ranges: list[list[int]] = []
     for value in sorted(set(numbers)):
         if ranges and value == ranges[-1][1] + 1:

@@ -176,7 +176,7 @@ class NodeGeneration:
 
     @property
     def seconds_per_step(self) -> float | None:
-        """Average without stalls; None if too little is known."""
+        """Average time of a step, without stalls; None if too little is known."""
         if self.first_step_at is None or self.last_step_at is None:
             return None
         if self.first_step is None or self.last_step is None:
@@ -315,7 +315,7 @@ class History:
 
     @property
     def lost_seconds(self) -> float | None:
-        """All other time; None if workers report no steps."""
+        """Time that was not spent on steps that were kept; None if workers report no steps."""
         return None if self.goodput is None else self.duration_seconds * (1.0 - self.goodput)
 
 
@@ -329,7 +329,7 @@ class _GenerationEnd:
     fault_at: float  # first fault, or the last step if it was stopped on purpose
     detected_at: float
     all_exited_at: float
-    may_be_undetected: bool  # it could go wrong before an agent noticed
+    may_be_undetected: bool  # the fault may have happened before an agent noticed it
 
 
 class RecoveryCostCalculator:
@@ -351,11 +351,11 @@ class RecoveryCostCalculator:
         next_parts: Sequence[NodeGeneration] = (),
         last_event_at: float,
     ) -> Generation:
-        """Return the next generation.
+        """Return the next generation of the job, with its cost.
 
         Args:
-            number: its number.
-            parts: what each node saw of it; at least one.
+            number: number of the generation.
+            parts: what each node saw of the generation; at least one.
             job_started_at: for the first generation of an incarnation, when the job started.
             next_parts: what nodes saw of the generation after it.
             last_event_at: time of the last event of the run.
@@ -367,7 +367,7 @@ class RecoveryCostCalculator:
         end = _generation_end(parts, started_at, next_parts)
         first_step_at = _latest(part.first_step_at for part in parts)
         first_step_at = None if first_step_at is None else max(started_at, first_step_at)
-        first_step, last_step = _steps(parts)
+        first_step, last_step = _first_and_last_step(parts)
         pace = _median(part.seconds_per_step for part in parts)
         finished_at = max(started_at, last_event_at) if end is None else end.fault_at
         cost = self._recovery_cost(parts, started_at, first_step_at, job_started_at)
@@ -452,7 +452,10 @@ class RecoveryCostCalculator:
 
 
 def count_as_startup(made: Generation, last_event_at: float) -> Generation:
-    """Count all time of a generation without a step as startup, if workers report steps."""
+    """Return the generation; if it completed no step, all its time except a restore is startup.
+
+    Use it only for a run whose workers report steps.
+    """
     if made.first_step_at is not None:
         return made
     end = last_event_at if made.finished_at is None else made.finished_at
@@ -518,7 +521,10 @@ def _generation_end(
 def _undetected_loss(
     parts: Sequence[NodeGeneration], detected_at: float, next_parts: Sequence[NodeGeneration]
 ) -> float | None:
-    """Return the time between the survivors' last step and the detection of a lost node."""
+    """Return the time between the survivors' last step and the detection of a lost node.
+
+    None if no node was lost, or if the survivors reported no step or a step after the detection.
+    """
     if not next_parts or find_trigger(parts, next_parts) is not GenerationTrigger.NODE_LOSS:
         return None
     survivors = {part.node for part in next_parts}
@@ -532,7 +538,7 @@ MIN_STALL_S, MIN_STALL_STEPS = 30.0, 20  # a pause must exceed both to count as 
 
 
 def stall_seconds(seconds: float, steps: int, seconds_per_step: float | None) -> float:
-    """Return the part of a time that is a stall, given the steps that were completed in it."""
+    """Return by how much `seconds` exceeds the usual time of `steps` steps; 0 if it is no stall."""
     if seconds_per_step is None:
         return 0.0
     excess = seconds - steps * seconds_per_step
@@ -558,7 +564,7 @@ def _stalled_seconds(
     return stalled
 
 
-def _steps(parts: Iterable[NodeGeneration]) -> tuple[int | None, int | None]:
+def _first_and_last_step(parts: Iterable[NodeGeneration]) -> tuple[int | None, int | None]:
     firsts, lasts = [], []
     for part in parts:
         if part.first_step is not None and part.last_step is not None:

@@ -96,7 +96,7 @@ def history_of(
     files: Mapping[str, Iterable[Event]],
     is_known_dead: Callable[[str, Event], bool] = lambda _file, _start: False,
 ) -> History:
-    """Return the history of events.
+    """Return the history of a job from the events in several files.
 
     An agent whose node has the name of an earlier one is shown as `NAME (2)`.
 
@@ -112,15 +112,15 @@ def history_of(
 
 
 def history_of_node(agent: NodeAggregate) -> History:
-    """Return what one agent knows about its job. Thread-safe."""
+    """Return the history of a job as far as one agent knows it. Thread-safe."""
     return combine([agent] if agent.started_at is not None else [], [False])
 
 
 def combine(agents: Sequence[NodeAggregate], dead: Sequence[bool]) -> History:
-    """Return the history of a job.
+    """Combine what the agents of a job have recorded into the history of the job.
 
     Args:
-        agents: its agents; each has at least one event.
+        agents: the agents of the job; each has at least one event.
         dead: for each agent, True if it is gone without reporting an end.
     """
     if not agents:
@@ -146,7 +146,7 @@ def combine(agents: Sequence[NodeAggregate], dead: Sequence[bool]) -> History:
 
 
 def _agents_in(events: Iterable[Event]) -> list[NodeAggregate]:
-    """Split a file by agents: the events of each start with `run.started`, unless it is missing."""
+    """Fold the events of a file by agent. `run.started` or a new node id starts an agent."""
     agents: list[NodeAggregate] = []
     last: dict[str, NodeAggregate] = {}
     for event in events:
@@ -269,8 +269,10 @@ class _JobHistory:
             nodes=self._nodes(is_finished),
             memberships=self._memberships(generations, is_finished),
             generations=generations,
-            timeline=_in_time(event for agent in self._agents for event in agent.timeline()),
-            progress=_in_time(sample for agent in self._agents for sample in agent.progress()),
+            timeline=_sorted_by_time(event for agent in self._agents for event in agent.timeline()),
+            progress=_sorted_by_time(
+                sample for agent in self._agents for sample in agent.progress()
+            ),
             restarts=generations[-1].restarts if generations else 0,
             max_restarts=next((limit for limit in reversed(limits) if limit is not None), None),
             reason=last.aggregate.status.reason,
@@ -302,7 +304,7 @@ class _JobHistory:
         return tuple(generations)
 
     def _count_saves(self, kind: str) -> int:
-        """Count checkpoints or snapshots; each node of a generation may report the same ones."""
+        """Count checkpoints or snapshots: in each generation, those of the node with the most."""
         name = "num_saves" if kind == "checkpoint.saved" else "num_snapshots"
         return sum(max(getattr(part, name) for part in parts) for parts in self._parts.values())
 
@@ -341,7 +343,7 @@ class _JobHistory:
         return tuple(sorted(histories, key=attrgetter("started_at")))
 
     def _was_abandoned(self, agent: _PlacedAgent) -> bool:
-        """Return True if the others continued without an agent that reported no end."""
+        """Return True if an agent reported no end and others started a generation without it."""
         if agent.aggregate.end_event is not None or not agent.numbers:
             return False
         return any(
@@ -364,13 +366,13 @@ class _JobHistory:
         return max(matching, key=priority), state
 
     def _newest_step(self, kind: str) -> int | None:
-        """Return the step that any agent reported last."""
+        """Return the step of the last event of this kind that any agent has recorded."""
         saves = [(agent.aggregate.last_saves.get(kind), agent.offset) for agent in self._agents]
         known = [(save[0] + offset, save[1]) for save, offset in saves if save is not None]
         return max(known)[1] if known else None
 
 
-def _in_time(items: Iterable[Timed]) -> tuple[Timed, ...]:
+def _sorted_by_time(items: Iterable[Timed]) -> tuple[Timed, ...]:
     return tuple(sorted(items, key=attrgetter("at")))
 
 
@@ -412,7 +414,7 @@ def align(agents: Sequence[Sequence[NodeGeneration]], clocks: Sequence[float]) -
         keys = (key for keys in job.values() for key in keys)
         return min(agents[index][i].started_at + offsets[index] for index, i in keys)
 
-    return _number(offsets, sorted(jobs.values(), key=started_at))
+    return _number_generations(offsets, sorted(jobs.values(), key=started_at))
 
 
 def _offsets(
@@ -449,7 +451,7 @@ def _offsets(
     return [offsets[index] for index in range(len(agents))]
 
 
-def _number(
+def _number_generations(
     offsets: Sequence[float], jobs: Iterable[Mapping[int, Sequence[GenerationKey]]]
 ) -> Alignment:
     """Number the generations of all starts of a job; within one start, clocks are not used."""

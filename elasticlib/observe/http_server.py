@@ -83,7 +83,7 @@ class HttpServer:
         return join_endpoint(str(self.host), self.port)
 
     def start(self, pages: Pages) -> None:
-        """Answer requests from now on, those of clients that have connected before included.
+        """Answer requests from now on, including those of clients that connected before.
 
         Args:
             pages: for each path, the function that makes the response. The server calls one

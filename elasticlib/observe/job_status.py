@@ -127,11 +127,11 @@ class NodeEntry:
 
     @property
     def reporting(self) -> bool:
-        """True if its status is in the store, where it expires one minute after the last write."""
+        """True if the store has a status of the node. It expires a minute after the last write."""
         return self.report is not None and not self.is_final
 
     def values(self, name: str) -> list[Any]:
-        """Return a value of each worker; if no worker has one, the value of the node."""
+        """Return the known values of a field of the workers or, if there are none, of the node."""
         if self.status is None:
             return []
         values = [getattr(worker, name) for worker in self.status.workers]
@@ -184,7 +184,7 @@ class JobStatus:
 
     @property
     def was_terminated(self) -> bool:
-        """True if none of its agents is alive, and none has reported how it finished."""
+        """True if no agent of the job is alive, and none has reported how the job finished."""
         is_known = self.is_recorded or bool(self.nodes)
         return self.state is None and is_known and not any(node.alive for node in self.nodes)
 
@@ -358,7 +358,7 @@ def _rendezvous_state(document: Membership, alive: tuple[NodeRecord, ...]) -> Jo
 
 
 def result_of(run: str, last_events: Iterable[Event], now: float) -> JobStatus:
-    """Return the result of a run that is not running.
+    """Return the status of a run that has ended, by the last events of its agents.
 
     Args:
         run: id of the run.
@@ -518,7 +518,7 @@ def _node_document(node: NodeEntry) -> dict[str, Any]:
 
 
 def document_of_node(report: NodeReport) -> dict[str, Any]:
-    """Return the same document for what one agent knows of its own node."""
+    """Return the document of `as_document` for what one agent knows: the status of its node."""
     status = report.status
     entry = NodeEntry(
         node=status.node,
@@ -612,7 +612,11 @@ def _summary_lines(status: JobStatus) -> list[str]:
 
 
 def node_table(status: JobStatus) -> TableData:
-    """Return a row per node; of many nodes, rows of unusual ones and a row per state."""
+    """Return the head and a row per node.
+
+    Of many nodes, those with an unusual state or the oldest heartbeats have a row each. The others
+    share a row per state.
+    """
     nodes = status.nodes
     unranked = "spare" if status.generation else "joining"
     if len(nodes) <= MAX_NODE_ROWS:
@@ -621,7 +625,7 @@ def node_table(status: JobStatus) -> TableData:
     unusual = [node for node in nodes if node.state_text != common]
     unusual = unusual[: MAX_NODE_ROWS - MAX_QUIET_NODES - 1]
     usual = [node for node in nodes if node.state_text == common]
-    quiet = sorted(usual, key=lambda node: -_silence(node))[:MAX_QUIET_NODES]
+    quiet = sorted(usual, key=lambda node: -_seconds_since_heartbeat(node))[:MAX_QUIET_NODES]
     shown = {node.node for node in (*unusual, *quiet)}
     rows = [_node_row((node,), unranked) for node in (*unusual, *quiet)]
     for state in dict.fromkeys(node.state_text for node in nodes):
@@ -632,7 +636,11 @@ def node_table(status: JobStatus) -> TableData:
 
 
 def rank_table(status: JobStatus) -> TableData:
-    """Return a row per worker; none if there are many, or nothing is known of finished ones."""
+    """Return the head and a row per worker.
+
+    There are no rows if there are more than MAX_RANK_ROWS workers, or if all have exited and have
+    reported nothing.
+    """
     workers = [(node.host, w) for node in status.nodes if node.status for w in node.status.workers]
     if len(workers) > MAX_RANK_ROWS or not any(_is_worth_a_row(worker) for _, worker in workers):
         return RANK_HEAD, []
@@ -676,7 +684,7 @@ def _node_row(nodes: Sequence[NodeEntry], unranked: str) -> Sequence[str]:
     )
 
 
-def _silence(node: NodeEntry) -> float:
+def _seconds_since_heartbeat(node: NodeEntry) -> float:
     workers = () if node.status is None else node.status.workers
     return _largest(worker.seconds_since_heartbeat for worker in workers) or 0.0
 

@@ -230,7 +230,11 @@ class NodeJournal(Journal):
         self._num_written += 1
 
     def _append(self, line: bytes, template: Event) -> bool:
-        """Append a line, after an event that contains how many were dropped since the last one."""
+        """Append a line to the file, after an `events.dropped` event if events were dropped.
+
+        Returns:
+            False if the file cannot be written. The next call then reports the dropped events.
+        """
         dropped = self.num_dropped
         if dropped > self._num_reported:
             data = {"count": dropped - self._num_reported}

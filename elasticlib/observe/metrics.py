@@ -15,7 +15,7 @@ from .totals import BUCKETS_S, DurationHistogram, NodeTotals
 
 @attrs.frozen
 class MetricFamily:
-    """A metric."""
+    """A metric: its name, type, help text and labels."""
 
     name: str
     type: str  # gauge, counter or histogram
@@ -128,7 +128,7 @@ def _node_samples(snapshot: MetricsSnapshot) -> Iterator[Sample]:
     remaining = None
     if status.max_restarts is not None:
         remaining = max(0, status.max_restarts - status.restarts)
-    yield from _known(
+    yield from _known_samples(
         elasticlib_up=snapshot.is_healthy,
         elasticlib_agent_loop_blocked_seconds=snapshot.loop_blocked_seconds,
         elasticlib_generation=status.generation,
@@ -165,20 +165,20 @@ def _total_samples(snapshot: MetricsSnapshot) -> Iterator[Sample]:
         yield Sample("elasticlib_lost_seconds_total", cost.phases.get(phase, 0.0), (phase,))
     yield Sample("elasticlib_recovery_seconds", totals.restart_times, ("started",))
     yield Sample("elasticlib_recovery_seconds", totals.recovery_times, ("trained",))
-    yield from _known(
+    yield from _known_samples(
         elasticlib_generations_total=totals.num_generations,
         elasticlib_restarts_total=totals.restarts,
         elasticlib_steps_repeated_total=cost.repeated_steps,
     )
     if progress is not None:
-        yield from _known(
+        yield from _known_samples(
             elasticlib_steps_per_second=progress.steps_per_second,
             elasticlib_samples_per_second=progress.samples_per_second,
             elasticlib_loss=progress.loss,
         )
 
 
-def _known(**values: float | None) -> Iterator[Sample]:
+def _known_samples(**values: float | None) -> Iterator[Sample]:
     for name, value in values.items():
         if value is not None and math.isfinite(value):
             yield Sample(name, float(value))
@@ -213,10 +213,13 @@ class MetricsFormatter:
                 if isinstance(sample.value, DurationHistogram):
                     lines += _histogram_lines(name, labels, sample.value)
                 else:
-                    lines.append(_line(name, labels, self._monotonic(sample, sample.value)))
+                    lines.append(
+                        _sample_line(name, labels, self._highest_so_far(sample, sample.value))
+                    )
         return "".join(f"{line}\n" for line in lines)
 
-    def _monotonic(self, sample: Sample, value: float) -> float:
+    def _highest_so_far(self, sample: Sample, value: float) -> float:
+        """Return the highest value of a counter so far; for another metric, return `value`."""
         if FAMILIES[sample.family].type != _C:
             return value
         key = (sample.family, *sample.labels)
@@ -229,12 +232,12 @@ def _histogram_lines(
 ) -> Iterator[str]:
     bounds = zip(map(str, BUCKETS_S), histogram.bucket_counts, strict=True)
     for bound, count in (*bounds, ("+Inf", histogram.count)):
-        yield _line(f"{name}_bucket", {**labels, "le": bound}, float(count))
-    yield _line(f"{name}_count", labels, float(histogram.count))
-    yield _line(f"{name}_sum", labels, histogram.seconds)
+        yield _sample_line(f"{name}_bucket", {**labels, "le": bound}, float(count))
+    yield _sample_line(f"{name}_count", labels, float(histogram.count))
+    yield _sample_line(f"{name}_sum", labels, histogram.seconds)
 
 
-def _line(name: str, labels: Mapping[str, str], value: float) -> str:
+def _sample_line(name: str, labels: Mapping[str, str], value: float) -> str:
     pairs = ",".join(f'{key}="{text.translate(_ESCAPES)}"' for key, text in labels.items())
     return f"{name}{{{pairs}}} {value!r}"
 

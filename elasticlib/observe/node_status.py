@@ -63,7 +63,7 @@ class NodeReport:
 
     @classmethod
     def at(cls, now: float, status: NodeStatus, **durations: float | None) -> NodeReport:
-        """Return the report of a status at a time of the clock that the status uses."""
+        """Return the report of a status at the time `now`, by the clock of the status."""
         durations = {
             "store_contact_age_seconds": None,
             "loop_blocked_seconds": 0.0,
@@ -109,7 +109,7 @@ def decode(data: bytes, age_of: Callable[[float], float]) -> NodeReport:
         age_of: converts the time of writing, by the writer's clock, into the age in seconds.
 
     Raises:
-        ValueError: the data is something else; the error names the problem.
+        ValueError: the data is not a valid report; the error names the problem.
     """
     if len(data) > MAX_STATUS_BYTES:
         raise ValueError(f"a status must have at most {MAX_STATUS_BYTES} bytes, got {len(data)}")
@@ -133,7 +133,7 @@ def decode(data: bytes, age_of: Callable[[float], float]) -> NodeReport:
 def _read_fields(
     kind: type, fields: Mapping[str, Any], without: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """Return the fields of a class, checked by their types."""
+    """Return the values of the fields of the class `kind`, after checking their types."""
     values = {}
     for name, hint in _type_hints(kind).items():
         if name in without:
@@ -148,10 +148,12 @@ _type_hints = cache(typing.get_type_hints)
 
 
 def read_field(name: str, value: Any, types: tuple[type, ...]) -> Any:
-    """Return a value if it has one of the types; a bool is no number.
+    """Return the value of a field if it has one of the types.
+
+    An int is also accepted for a float, and a bool is no number.
 
     Raises:
-        ValueError: it has another type, or is too large.
+        ValueError: the value has another type, or is too large.
     """
     has_type = type(value) in types or (type(value) is int and float in types)
     is_number = type(value) in (int, float)
@@ -164,7 +166,7 @@ def read_field(name: str, value: Any, types: tuple[type, ...]) -> Any:
 
 
 def observer_prefix(run_id: str, name: str) -> str:
-    """Return the prefix of keys that are not among those of the job.
+    """Return the prefix of the keys of an observer, which is not below the prefix of the job.
 
     The leader reads all keys of the job at each change, so observers use other keys. The id of a
     job never starts with the character used here.
@@ -196,12 +198,12 @@ class StatusReader:
         for entry in self._store.list(self._prefix).entries:
             node = entry.key.removeprefix(self._prefix)
             try:
-                reports[node] = decode(entry.value, partial(self._age, node))
+                reports[node] = decode(entry.value, partial(self._estimate_age, node))
             except ValueError as error:
                 log.warning("ignoring the invalid status of node %s: %s", node, error)
         return reports
 
-    def _age(self, node: str, written_at: float) -> float:
+    def _estimate_age(self, node: str, written_at: float) -> float:
         age = self._clock() - written_at
         if self._written_at.setdefault(node, written_at) != written_at:
             # It was written since the last reading, so its age is mostly a clock difference.
@@ -266,7 +268,7 @@ class StatusPublisher:
         self._queue = BackgroundQueue("status-publisher", lambda _: None)  # for the last status
 
     def poll(self, *, is_last: bool = False) -> float:
-        """Write the status if that is due, or if it is the last one. Failures are only logged.
+        """Write the status if a write is due, or if `is_last` is true. Failures are only logged.
 
         Returns:
             Seconds until the next poll.

@@ -1,4 +1,4 @@
-"""Base of what answers requests that other programs write into the store of a job."""
+"""Base class that answers requests which other programs write into the store of a job."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RETRY_INTERVAL_S = 0.5
 
 
 class StoreResponder(abc.ABC):
-    """Answers requests on one node, from `with` to its end. Failures never affect the job.
+    """Answers requests on one node within a `with` block. Failures never affect the job.
 
     If the store can report changes (`Store.watch`), the thread of the responder exists only while
     there are requests. Otherwise it always exists, and waits for the next change.
@@ -46,7 +46,11 @@ class StoreResponder(abc.ABC):
 
     @abc.abstractmethod
     def answer_all(self, entries: Iterable[Entry]) -> bool:
-        """Answer the new ones of all current requests; return True if there was a new one."""
+        """Answer the requests in `entries`, which has all current requests, that are new.
+
+        Returns:
+            True if the requests should be listed again soon, because there was a new one.
+        """
 
     def __enter__(self) -> Self:
         self._queue.call(self._serve)
@@ -57,7 +61,7 @@ class StoreResponder(abc.ABC):
         self._queue.close(0.0)
 
     def _serve(self) -> None:
-        """Answer requests until the store watches for the next one, which calls this again."""
+        """Answer requests until the store watches for the next one, or the responder is closed."""
         while True:
             try:
                 pause = self._poll()

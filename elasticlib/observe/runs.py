@@ -96,7 +96,7 @@ class RunRegistration:
 
 
 def remove_old_records(directory: Path, max_finished: int = MAX_FINISHED_RECORDS) -> None:
-    """Remove the oldest records of finished runs.
+    """Remove all but the newest records of finished runs, and old unfinished records.
 
     A lock that was released is never taken again, so a finished record remains finished.
 
@@ -187,7 +187,10 @@ def launch_members(
 
 
 def earlier_launches(name: str | os.PathLike[str], *, directory: Path | None = None) -> list[Path]:
-    """Return the event files of launches of this run id before the one `find_runs` chooses."""
+    """Return the event files of the launches of a run id before the one that `find_runs` chooses.
+
+    The files are in order of their start. There are none if `name` is not the id of a job.
+    """
     run = os.fspath(name)
     found = [record for record in known_runs(directory) if record.run == run != NO_ID and run]
     launch = _newest_launch(found) if found else []
@@ -233,7 +236,7 @@ def known_runs(directory: Path | None = None) -> list[RunRecord]:
     """Return all records that hold events, the newest first.
 
     Raises:
-        RunNotFoundError: the directory belongs to another user.
+        RunNotFoundError: the directory belongs to another user, or cannot be read.
     """
     directory = directory or _own_directory()
     try:
@@ -283,7 +286,7 @@ def _records_below(directory: Path) -> list[RunRecord]:
 
 
 def _read_record(events: Path) -> RunRecord | None:
-    """Read a record by the first line of its events; None if there are none."""
+    """Read a record by the first line of its event file; None if the file cannot be read."""
     try:
         if not events.is_file():  # opening a pipe would block
             return None
@@ -313,7 +316,7 @@ def _newest_launch(found: Sequence[RunRecord]) -> list[RunRecord]:
 
 
 def _with_overlapping(launch: Sequence[RunRecord], found: Iterable[RunRecord]) -> list[RunRecord]:
-    """Return a launch with all other records of the same job whose times overlap with it."""
+    """Add all records of the same job whose times overlap with those of a record in the launch."""
     launch = list(launch)
     rest = [record for record in found if record not in launch and is_same_job(record, launch[0])]
     while overlapping := [r for r in rest if any(_overlaps(r, other) for other in launch)]:
@@ -323,7 +326,7 @@ def _with_overlapping(launch: Sequence[RunRecord], found: Iterable[RunRecord]) -
 
 
 def is_same_job(record: RunRecord, other: RunRecord) -> bool:
-    """Return True if both can belong to one job; jobs without an id differ by their endpoint."""
+    """Return True if both records can be of one job. Jobs without an id differ by endpoint."""
     return record.run == other.run and (record.run != NO_ID or record.endpoint == other.endpoint)
 
 

@@ -65,10 +65,10 @@ def encode_query(query: StackQuery) -> bytes:
 
 
 def decode_query(data: bytes) -> StackQuery:
-    """Return the query of some bytes.
+    """Decode a query.
 
     Raises:
-        ValueError: the data is something else; the error names the field.
+        ValueError: the data is not a valid query; the error names the field.
     """
     if len(data) > MAX_QUERY_BYTES:
         raise ValueError(f"a query must have at most {MAX_QUERY_BYTES} bytes, got {len(data)}")
@@ -79,7 +79,7 @@ def decode_query(data: bytes) -> StackQuery:
 
 
 def encode_stacks(stacks: NodeStacks) -> bytes:
-    """Return compressed stacks: those of different ranks mostly differ in addresses only."""
+    """Return stacks as compressed JSON, with texts cut so that it has up to MAX_STACKS_BYTES."""
     limit = MAX_STACK_LENGTH
     unsupported = {str(rank): name for rank, name in stacks.unsupported.items()}
     while True:
@@ -95,10 +95,10 @@ def encode_stacks(stacks: NodeStacks) -> bytes:
 
 
 def decode_stacks(data: bytes) -> NodeStacks:
-    """Return the stacks of some bytes.
+    """Decode the stacks of a node.
 
     Raises:
-        ValueError: the data is something else; the error names the field.
+        ValueError: `encode_stacks` cannot have returned the data; the error names the problem.
     """
     decompressor = zlib.decompressobj()
     try:
@@ -278,7 +278,7 @@ class StackResponder(StoreResponder):
         self._answered: dict[str, int] = {}  # version of each query that was answered
 
     def answer_all(self, entries: Iterable[Entry]) -> bool:
-        """Answer new queries and forget deleted ones; return True if there was a new one."""
+        """Answer new queries, and delete answers to deleted ones. Return True if one was new."""
         queries = {entry.key: entry for entry in entries}
         for key in self._answered.keys() - queries.keys():
             del self._answered[key]
@@ -312,7 +312,7 @@ class StackResponder(StoreResponder):
 
 
 def stack_lines(job: JobStacks, ranks: frozenset[int] | None) -> list[str]:
-    """Return the stacks as text, equal ones once, and the ranks and nodes without one.
+    """Return the stacks as text, equal stacks once, then the ranks and nodes without a stack.
 
     Args:
         job: the stacks of the job.

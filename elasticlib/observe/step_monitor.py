@@ -36,7 +36,7 @@ class HeartbeatReading:
 
     @property
     def reached_at(self) -> float:
-        """Time at which the last of these workers completed this step."""
+        """Time at which the last of the workers whose last step is `step` completed it."""
         return max(beat.last_step_at for beat in self.with_steps if beat.step == self.step)
 
     @property
@@ -50,7 +50,7 @@ class HeartbeatReading:
 
 @attrs.frozen
 class StepMonitor:
-    """State of the events of one generation so far. Each reading yields the next value.
+    """State after the readings of one generation so far. Immutable: `read` returns the next one.
 
     The fields with defaults are advanced by `read`.
     """
@@ -141,7 +141,10 @@ def _all_train(reading: HeartbeatReading) -> bool:
 
 
 def _num_restores(reading: HeartbeatReading, *, of_all: bool) -> int:
-    """Return how often each worker has restored a state; `of_all`: 0 unless all of them have."""
+    """Return how often each worker has restored a state, at least.
+
+    Workers that have restored none are ignored; with `of_all`, the result is 0 if there are any.
+    """
     counts = [beat.num_restores if beat.last_restore else 0 for beat in reading.beats.values()]
     known = [count for count in counts if count]
     return 0 if of_all and len(known) < len(counts) else min(known, default=0)
@@ -169,11 +172,11 @@ def _progress_facts(before: HeartbeatReading | None, now: HeartbeatReading) -> d
         "steps_per_second": speed,
         "seconds_since_heartbeat": round(max(0.0, now.at - alive_at), 3),
         "loss": losses[min(losses)] if losses else None,
-        "samples_per_second": _throughput(before, now),
+        "samples_per_second": _samples_per_second(before, now),
     }
 
 
-def _throughput(before: HeartbeatReading | None, now: HeartbeatReading) -> float | None:
+def _samples_per_second(before: HeartbeatReading | None, now: HeartbeatReading) -> float | None:
     rates = []
     for local, beat in now.beats.items():
         old = None if before is None else before.beats.get(local)

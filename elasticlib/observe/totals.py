@@ -74,7 +74,7 @@ def totals_of(aggregate: NodeAggregate) -> NodeTotals:
     trained = [at for made in history.generations if (at := made.first_step_at) is not None]
     later = sorted(history.generations[1:], key=lambda made: -made.cost.seconds)
     most_expensive = sorted(later[:MAX_LISTED_GENERATIONS], key=lambda made: made.started_at)
-    restart_times, recovery_times = _recovery_times(history)
+    restart_times, recovery_times = _restart_and_recovery_times(history)
     restarts = [0, *(made.restarts for made in history.generations)]
     return NodeTotals(
         seconds=history.duration_seconds,
@@ -94,7 +94,10 @@ def totals_of(aggregate: NodeAggregate) -> NodeTotals:
 
 
 def _startup_and_lost_costs(history: History) -> tuple[RecoveryCost, RecoveryCost]:
-    """Return the cost of the startup, and of everything that was lost later."""
+    """Return the cost of the startup, and of everything that was lost later.
+
+    If the first generation completed no step but a later one did, its cost counts as lost.
+    """
     startup, lost = RecoveryCost(), RecoveryCost()
     for number, made in enumerate(history.generations):
         cost = made.cost
@@ -105,8 +108,8 @@ def _startup_and_lost_costs(history: History) -> tuple[RecoveryCost, RecoveryCos
     return startup, lost
 
 
-def _recovery_times(history: History) -> tuple[DurationHistogram, DurationHistogram]:
-    """Return the times from the detection of a fault until workers started, and had a step."""
+def _restart_and_recovery_times(history: History) -> tuple[DurationHistogram, DurationHistogram]:
+    """Return the times from the detection of a fault until workers started, and until a step."""
     restarts, recoveries = DurationHistogram(), DurationHistogram()
     for made in history.generations:
         if made.cost.shutdown is None or made.cost.rendezvous is None:

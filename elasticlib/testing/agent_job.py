@@ -97,7 +97,7 @@ class AgentNode:
             watching.result(self._timeout_s)
 
     def stop(self) -> None:
-        """Stop the agent by closing the job, if it is still running."""
+        """Close the job and wait for the agent; shut the handler down if the agent never ran."""
         if self._thread is None:
             run_in_thread(self.handler.shutdown).result(self._timeout_s)
         elif not self._result.done():
@@ -106,7 +106,10 @@ class AgentNode:
             self._result.result(2 * self._timeout_s)
 
     def release(self) -> None:
-        """Close the workers, a second time if the run is finished, and wait for the thread."""
+        """Close the workers, unless the agent still runs, and wait for the thread.
+
+        If the run is finished, the agent has closed them before.
+        """
         self._is_released.set()
         if self._thread is None or self._result.done():
             self.agent.workers.close()

@@ -235,5 +235,6 @@ class RendezvousContract:
         return infos[0].generation
 
     def _report_failure(self, node: HandlerNode) -> None:
+        """Report a failure of the workers. Skip the test if the handler does not support this."""
         if not node.handler.report_failure("failure reported by the test", killed=True):
             pytest.skip("no report_failure: the agents count failures themselves")

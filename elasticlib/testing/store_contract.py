@@ -237,7 +237,7 @@ class StoreContract:
     def test_no_update_is_lost_between_processes(
         self, connect: Connect, client_spec: ClientSpec | None
     ) -> None:
-        spec = _require(client_spec)
+        spec = _require_client_spec(client_spec)
         race(spec, self.num_processes, "count", self.num_increments, self.timeout_s)
         assert read_number(connect(), "count") == self.num_processes * self.num_increments
 
@@ -385,7 +385,7 @@ class StoreContract:
     def test_the_lease_of_a_killed_owner_expires(
         self, connect: Connect, client_spec: ClientSpec | None
     ) -> None:
-        spec = _require(client_spec)
+        spec = _require_client_spec(client_spec)
         watcher = connect()
         with spec.start("lease", "lease", str(self.lease_ttl_s * 4)) as owner:
             try:
@@ -469,7 +469,8 @@ def _used_by_threads(store: Store) -> Iterator[None]:
             done.result()
 
 
-def _require(spec: ClientSpec | None) -> ClientSpec:
+def _require_client_spec(spec: ClientSpec | None) -> ClientSpec:
+    """Return the spec. Skip the test if there is none."""
     if spec is None:
         pytest.skip("no client_spec: other processes cannot reach this store")
     return spec

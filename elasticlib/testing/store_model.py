@@ -1,6 +1,6 @@
 """A model of a store in a dictionary, and a state machine that compares a store with it.
 
-Each step is done on both. Results, contents, leases and versions must agree.
+Each step is done on the store and on the model. Results, contents, leases and versions must agree.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ _TEST_PREFIXES = (f"test{number}/" for number in itertools.count())
 
 
 class DictionaryModel:
-    """Expected contents of a store under the prefix of one test."""
+    """Expected contents of a store under the prefix of one test.
+
+    Each public method with a store calls it, and checks the result against the model.
+    """
 
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
@@ -45,7 +48,7 @@ class DictionaryModel:
         ttl = None if owner is None else LONG_TTL_S
         entry = store.set(key, value, ttl=ttl)
         assert (entry.key, entry.value) == (key, value)
-        self._written(store, entry, owner)
+        self._record_write(store, entry, owner)
 
     def compare_set(self, store: Store, key: str, value: bytes, expected: int) -> None:
         outcome = store.compare_set(key, value, expected=expected)
@@ -53,7 +56,7 @@ class DictionaryModel:
         if outcome.succeeded:
             assert outcome.entry is not None
             assert (outcome.entry.key, outcome.entry.value) == (key, value)
-            self._written(store, outcome.entry, None)
+            self._record_write(store, outcome.entry, None)
         entry = outcome.entry
         assert (entry and (entry.value, entry.version)) == self._entries.get(key)
 
@@ -62,7 +65,7 @@ class DictionaryModel:
         assert store.delete(key, expected=expected) is is_removed
         if is_removed:
             self._old_versions[key] = self._entries.pop(key)[1]
-            self._changed(store, key, store.list(key).version)
+            self._record_change(store, key, store.list(key).version)
 
     def refresh(self, store: Store, key: str, version: int, owner: int) -> None:
         is_owned = version == self.version(key, "now") != ABSENT and self._owners[key] == owner
@@ -86,20 +89,26 @@ class DictionaryModel:
             assert store.wait(prefix, after=after, timeout=0.0) or not is_changed
 
     def version(self, key: str, which: str) -> int:
-        """Return the version of the key now, the one before, or that of a missing key."""
+        """Return a version of the key.
+
+        Args:
+            key: the key.
+            which: "now" for the current version, "old" for the one before the last change, and
+                "absent" for ABSENT.
+        """
         if which == "old":
             return self._old_versions.get(key, 10**9)
         return self._entries.get(key, (b"", ABSENT))[1] if which == "now" else ABSENT
 
-    def _written(self, store: Store, entry: Entry, owner: int | None) -> None:
+    def _record_write(self, store: Store, entry: Entry, owner: int | None) -> None:
         key = entry.key
-        self._changed(store, key, entry.version)
+        self._record_change(store, key, entry.version)
         if key in self._entries:
             self._old_versions[key] = self._entries[key][1]
         self._entries[key] = (entry.value, entry.version)
         self._owners[key] = owner
 
-    def _changed(self, store: Store, key: str, version: int) -> None:
+    def _record_change(self, store: Store, key: str, version: int) -> None:
         assert version > (self._changes[-1][0] if self._changes else 0)
         self._changes.append((version, key))
         self.wait(store, key, back=1)
@@ -117,7 +126,7 @@ class StoreMachine(RuleBasedStateMachine):
     def _key(self, name: str) -> str:
         return self._model.prefix + name
 
-    def _check(self, key: str) -> None:
+    def _check_entry(self, key: str) -> None:
         """Check that every client reads the entry, and only the owner can refresh a lease."""
         for number, store in enumerate(self._clients):
             self._model.read(store, key)
@@ -128,21 +137,21 @@ class StoreMachine(RuleBasedStateMachine):
         key = self._key(name)
         number, store = next(self._turns)
         self._model.set(store, key, value, number if leased else None)
-        self._check(key)
+        self._check_entry(key)
 
     @rule(name=KEYS, value=VALUES, which=st.sampled_from(["now", "old", "absent"]))
     def compare_set(self, name: str, value: bytes, which: str) -> None:
         key = self._key(name)
         _, store = next(self._turns)
         self._model.compare_set(store, key, value, self._model.version(key, which))
-        self._check(key)
+        self._check_entry(key)
 
     @rule(name=KEYS, which=st.sampled_from(["now", "old", "any"]))
     def delete(self, name: str, which: str) -> None:
         key = self._key(name)
         expected = None if which == "any" else self._model.version(key, which)
         self._model.delete(next(self._turns)[1], key, expected)
-        self._check(key)
+        self._check_entry(key)
 
     @rule(name=KEYS)
     def refresh(self, name: str) -> None:

@@ -85,7 +85,7 @@ class WorkerHarness:
 
     def started_workers(self, generation: int) -> list[tuple[str, ...]]:
         """Return the reported variables of each worker that has started."""
-        return [words[1:] for words in self._reports(generation) if words[0] == "started"]
+        return [words[1:] for words in self._read_reports(generation) if words[0] == "started"]
 
     def wait_until_started(self, generation: int, count: int) -> None:
         """Wait until `count` workers of this generation have started."""
@@ -96,7 +96,7 @@ class WorkerHarness:
 
     def regrouped_workers(self, generation: int) -> dict[tuple[str, ...], str]:
         """Return the pid of each worker that can regroup, by its reported variables."""
-        reports = [words[1:] for words in self._reports(generation) if words[0] == "regrouped"]
+        reports = [words[1:] for words in self._read_reports(generation) if words[0] == "regrouped"]
         return {words[:-1]: words[-1] for words in reports}
 
     def wait_until_regrouped(self, generation: int, count: int) -> dict[tuple[str, ...], str]:
@@ -113,7 +113,7 @@ class WorkerHarness:
 
     def terminated_ranks(self, generation: int) -> set[int]:
         """Return the ranks of the workers that received SIGTERM."""
-        return {int(words[1]) for words in self._reports(generation) if words[0] == "sigterm"}
+        return {int(words[1]) for words in self._read_reports(generation) if words[0] == "sigterm"}
 
     def is_running(self, generation: int) -> bool:
         """Return True if a worker of this generation, or a process that it started, is running."""
@@ -134,7 +134,7 @@ class WorkerHarness:
         for pipe in self._pipes.values():
             os.close(pipe)
 
-    def _reports(self, generation: int) -> list[tuple[str, ...]]:
+    def _read_reports(self, generation: int) -> list[tuple[str, ...]]:
         self.is_running(generation)  # reads the pipe
         complete_lines = self._received[generation].rpartition(b"\n")[0].decode()
         return [tuple(line.split(" ")) for line in complete_lines.splitlines()]

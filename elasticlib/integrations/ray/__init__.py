@@ -114,7 +114,7 @@ def agent_resources(resources: Mapping[str, float], num_workers: int) -> dict[st
 
 
 def _run(config: LaunchConfig, entrypoint: Entrypoint, resources: Mapping[str, float]) -> RunResult:
-    """Connect to Ray if the program has not, and run the job."""
+    """Run the job. If the program is not connected to Ray, connect it for that time."""
     ray = import_ray()
     was_connected = ray.is_initialized()
     if not was_connected:
@@ -141,7 +141,7 @@ def import_ray() -> Any:
     """Return the module `ray`.
 
     Raises:
-        ConfigError: It is not installed.
+        ConfigError: Ray is not installed.
     """
     try:
         ray = importlib.import_module("ray")

@@ -227,7 +227,7 @@ class Driver:
         while not self._signals.empty():
             self._forward_signal(self._signals.get())
         if not self._server.is_serving:
-            self._fail("the store of the driver has stopped")
+            self._fail_job("the store of the driver has stopped")
 
     def _wait_for_actors(self) -> list[tuple[int, Any]]:
         """Wait up to POLL_INTERVAL_S; return agents' numbers with references to ready results."""
@@ -254,17 +254,23 @@ class Driver:
 
     # -- ending the job ------------------------------------------------------------------------
 
-    def _end(self, seconds: float) -> None:
-        """Create no more agents, and give the running ones this time plus a margin to exit."""
+    def _end_job(self, seconds: float) -> None:
+        """Create no more agents, kill those that have not started, and set the others a deadline.
+
+        Args:
+            seconds: time that the running agents have to exit, in addition to `close_timeout` and
+                STOP_MARGIN_S. Only the first call sets the deadline.
+        """
         if self._deadline is None:
             close_timeout = self._config.rendezvous_timeouts.close_timeout
             self._deadline = monotonic() + seconds + close_timeout + STOP_MARGIN_S
         for number in [n for n, agent in self._agents.items() if not agent.is_running]:
-            self._kill(number)
+            self._kill_agent(number)
 
-    def _fail(self, reason: str) -> None:
+    def _fail_job(self, reason: str) -> None:
+        """End the job as failed, and kill all agents. The first reason is reported."""
         self._failure = self._failure or reason
-        self._end(0.0)
+        self._end_job(0.0)
         self._kill_all()
 
     def _forward_signal(self, number: int) -> None:
@@ -272,11 +278,11 @@ class Driver:
         log.warning("received %s: forwarding it to all agents", signal_name(number))
         self._forwarded_signal = number
         checkpoint_grace = self._config.supervision.agent.checkpoint_grace
-        self._end(checkpoint_grace + shutdown_timeout_of(self._config))
+        self._end_job(checkpoint_grace + shutdown_timeout_of(self._config))
         for agent in self._agents.values():
             agent.actor.handle_signal.remote(number)
 
-    def _kill(self, number: int) -> None:
+    def _kill_agent(self, number: int) -> None:
         """Kill the actor of an agent. Its workers are killed with it."""
         agent = self._agents.pop(number)
         with contextlib.suppress(self._ray.exceptions.RayError, ValueError):  # already dead
@@ -284,7 +290,7 @@ class Driver:
 
     def _kill_all(self) -> None:
         for number in list(self._agents):
-            self._kill(number)
+            self._kill_agent(number)
 
     # -- placement -----------------------------------------------------------------------------
 
@@ -300,11 +306,11 @@ class Driver:
         )
         if plan.is_infeasible:
             cause = f"; the last agent was lost because: {self._last_loss}"
-            self._fail(plan.summary + (cause if self._last_loss else ""))
+            self._fail_job(plan.summary + (cause if self._last_loss else ""))
             return
         for number in plan.remove:
             self._failed_placements[self._agents[number].node] += 1
-            self._kill(number)
+            self._kill_agent(number)
         for node in plan.place:
             self._create_agent(node)
         if plan.summary != self._last_summary:
@@ -358,7 +364,7 @@ class Driver:
         if isinstance(value, ElasticError):
             # Another agent would raise the same error.
             self._error = self._error or value
-            self._fail(str(value))
+            self._fail_job(str(value))
         elif reference == agent.started:
             agent.is_running, agent.since = True, monotonic()
             log.info("agent %d started on Ray node %s (%s)", number, agent.node[:8], value)
@@ -366,8 +372,8 @@ class Driver:
             self._handle_loss(number, value.reason)
         else:
             self._results.append(value)
-            self._kill(number)
-            self._end(shutdown_timeout_of(self._config))
+            self._kill_agent(number)
+            self._end_job(shutdown_timeout_of(self._config))
 
     def _continues_after_failure(self) -> bool:
         """Return True if the job continues although one of its agents has failed."""
@@ -382,10 +388,10 @@ class Driver:
         is_early = agent.age < EARLY_DEATH_S
         self._early_deaths[agent.node] = self._early_deaths[agent.node] + 1 if is_early else 0
         self._last_loss = reason
-        self._kill(number)
+        self._kill_agent(number)
         log.warning("lost agent %d on Ray node %s: %s", number, agent.node[:8], reason)
         if self._deadline is None and self._is_job_finished():
-            self._end(shutdown_timeout_of(self._config))
+            self._end_job(shutdown_timeout_of(self._config))
 
     def _is_job_finished(self) -> bool:
         """Return True if the nodes have recorded the end of the job in the store."""

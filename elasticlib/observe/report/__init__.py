@@ -35,7 +35,7 @@ class Report:
     history: History
 
     def html(self) -> str:
-        """Return the page.
+        """Return the page as HTML.
 
         Raises:
             ConfigError: jinja2 is not installed.

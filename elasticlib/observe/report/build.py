@@ -151,7 +151,7 @@ _TIME_STEPS = (
 
 
 def time_ticks(seconds: float, max_ticks: int) -> list[tuple[float, str]]:
-    """Choose round times from 0 on."""
+    """Choose at most about `max_ticks` round times up to `seconds`. Return each with its label."""
     step = next((one for one in _TIME_STEPS if seconds / one <= max_ticks), _TIME_STEPS[-1])
     units = ((DAY, "d"), (HOUR, "h"), (MINUTE, "min"), (1.0, "s"))
     unit, name = next((pair for pair in units if step >= pair[0]), units[-1])
@@ -207,7 +207,7 @@ UNKNOWN = ("\u2013", "not reported")
 
 
 def state_text(history: History) -> str:
-    """Return the state in lower case."""
+    """Return the state of the run, in lower case."""
     return TERMINATED_TEXT if history.state is None else history.state.value.lower()
 
 
@@ -237,7 +237,7 @@ def key_figures(history: History) -> list[tuple[str, str, str]]:
         ("Restarts", format_count(history.restarts), budget),
         ("Failures", format_count(history.num_failures), "reported by nodes"),
         ("Nodes", *_node_counts(history)),
-        ("Workers", _world_sizes(worlds), plural(sizes, "size") if sizes > 4 else ""),
+        ("Workers", _format_world_sizes(worlds), plural(sizes, "size") if sizes > 4 else ""),
         ("Last step", *((format_count(max(steps)), "") if steps else UNKNOWN)),
         ("Last checkpoint", *_step_figure(history.checkpoint_step)),
         ("Last snapshot", *_snapshot_figure(history)),
@@ -270,7 +270,7 @@ def _node_counts(history: History) -> tuple[str, str]:
     return format_count(total), f"{low} at a time" if low == high else f"{low} to {high} at a time"
 
 
-def _world_sizes(worlds: Sequence[int]) -> str:
+def _format_world_sizes(worlds: Sequence[int]) -> str:
     sizes = [world for world, _ in itertools.groupby(worlds)]
     if len(sizes) > 6:
         return f"{format_count(min(sizes))} to {format_count(max(sizes))}"
@@ -290,9 +290,9 @@ class NodeView:
 
     @property
     def lost_at(self) -> float | None:
-        """Time of its last event, or of the end of its last generation if that is later.
+        """Time of the node's last event, or of the end of its last generation if that is later.
 
-        None if it was not lost.
+        None if the node was not lost.
         """
         if not self.story.is_lost:
             return None
@@ -318,7 +318,7 @@ class NodeView:
         return 4 * (self.lost_at is not None) + 3 * failures + 2 * len(self.marks) + is_unsuccessful
 
     def end_text(self, is_run_finished: bool) -> str:
-        """Return how and when the node ended; empty if it has not and the run goes on."""
+        """Return how and when the node ended; empty if neither the node nor the run has ended."""
         if self.lost_at is not None:
             return f"lost at {seconds_text(self.lost_at)}"
         end = self.story.exit
@@ -369,7 +369,7 @@ def timeline(history: History) -> dict[str, Any]:
     """Return the lanes of the timeline and what is drawn around them."""
     axis = Axis(0.0, max(history.duration_seconds, 1e-9))
     shown = choose_lanes(history)
-    saves = _saves(history.timeline)
+    saves = _saves_by_kind(history.timeline)
     lanes = [_worker_lane(history, axis)]
     lanes += [_node_lane(view, history, axis) for view in shown]
     lanes += [_save_lane(kind, marks, history, axis) for kind, marks in saves.items()]
@@ -386,7 +386,7 @@ def timeline(history: History) -> dict[str, Any]:
     }
 
 
-def _end_of(part: Generation | NodeMembership, history: History) -> float:
+def _end_time(part: Generation | NodeMembership, history: History) -> float:
     return history.duration_seconds if part.finished_at is None else part.finished_at
 
 
@@ -395,7 +395,7 @@ def _worker_lane(history: History, axis: Axis) -> Lane:
     largest = max((made.world_size for made in generations), default=0) or 1
     bars, labels, shown = [], [], ""
     for made in generations:
-        end, height = _end_of(made, history), 100 * made.world_size / largest
+        end, height = _end_time(made, history), 100 * made.world_size / largest
         lasted = seconds_text(max(0.0, end - made.started_at))
         title = (
             f"Generation {made.number}: {plural(made.world_size, 'worker')} on "
@@ -448,7 +448,8 @@ def _generation_bars(stays: Sequence[NodeMembership], history: History, axis: Ax
     reports_steps = any(made.first_step_at is not None for made in history.generations)
     bars = []
     for stay in stays:
-        start, end, made = stay.started_at, _end_of(stay, history), generations.get(stay.generation)
+        start, end = stay.started_at, _end_time(stay, history)
+        made = generations.get(stay.generation)
         title = _stay_title(stay, made, end)
         if reports_steps and made is not None:
             trained = end if made.first_step_at is None else made.first_step_at
@@ -490,7 +491,7 @@ def _node_icons(view: NodeView, axis: Axis) -> list[Icon]:
     return icons
 
 
-def _saves(marks: Iterable[TimelineEvent]) -> dict[str, list[TimelineEvent]]:
+def _saves_by_kind(marks: Iterable[TimelineEvent]) -> dict[str, list[TimelineEvent]]:
     """Return checkpoints and snapshots by kind, each step once although every node reports it."""
     found: dict[str, dict[int, TimelineEvent]] = {kind: {} for kind in SAVE_KINDS}
     for mark in marks:
@@ -553,7 +554,7 @@ class Chart:
 
 
 def lead_paces(history: History) -> dict[int, list[ProgressSample]]:
-    """Return, by generation, the reports of the node of the lowest rank that made any.
+    """Return, by generation, the progress samples of the lowest-ranked node that has any.
 
     Workers of a job advance together, so one node represents all of them.
     """
@@ -568,7 +569,7 @@ def lead_paces(history: History) -> dict[int, list[ProgressSample]]:
 
 
 def progress_series(history: History) -> Series:
-    """Return the steps over time; lost steps are visible as a step down."""
+    """Return the steps over time; the curve drops where steps were lost."""
     generations = {made.number: made for made in history.generations}
     lines = []
     for number, paces in lead_paces(history).items():
@@ -578,7 +579,7 @@ def progress_series(history: History) -> Series:
             later = [point for point in line if point[0] > made.first_step_at]
             line = [(made.first_step_at, float(made.first_step)), *later]
         lines.append(line)
-    return _series("Steps done", lines)
+    return _make_series("Steps done", lines)
 
 
 def step_rate(history: History) -> Series:
@@ -588,11 +589,11 @@ def step_rate(history: History) -> Series:
         [(p.at, p.steps_per_second) for p in line if p.steps_per_second is not None]
         for line in lines
     ]
-    return _series("Steps per second", rates)
+    return _make_series("Steps per second", rates)
 
 
 def loss_series(history: History) -> Series:
-    """Return the loss over steps, in each generation of the lowest-ranked node with one."""
+    """Return the loss over steps: in each generation, of the lowest-ranked node with a loss."""
     with_loss = attrs.evolve(
         history, progress=tuple(p for p in history.progress if p.loss is not None)
     )
@@ -600,11 +601,11 @@ def loss_series(history: History) -> Series:
         [(float(pace.step), pace.loss) for pace in paces if pace.loss is not None]
         for paces in lead_paces(with_loss).values()
     ]
-    return _series("Loss", lines, over="steps")
+    return _make_series("Loss", lines, over="steps")
 
 
 def sample_rate(history: History) -> Series:
-    """Return the sum over all nodes of the last rate that each reported."""
+    """Return the samples per second over time: the sum of the last rates of all nodes."""
     paces = [p for p in history.progress if p.samples_per_second is not None]
     lead = lead_paces(attrs.evolve(history, progress=tuple(paces)))
     lead_node = {generation: line[0].node for generation, line in lead.items()}
@@ -615,10 +616,10 @@ def sample_rate(history: History) -> Series:
         rates[pace.node] = pace.samples_per_second or 0.0
         if pace.node == lead_node[pace.generation]:
             lines.setdefault(pace.generation, []).append((pace.at, sum(rates.values())))
-    return _series("Samples per second", list(lines.values()))
+    return _make_series("Samples per second", list(lines.values()))
 
 
-def _series(name: str, lines: Iterable[Points], over: str = "time") -> Series:
+def _make_series(name: str, lines: Iterable[Points], over: str = "time") -> Series:
     lines = list(lines)
     not_finite = [(x, y) for line in lines for x, y in line if not math.isfinite(y)]
     finite = [[point for point in line if math.isfinite(point[1])] for line in lines]
@@ -636,7 +637,7 @@ def interruptions(history: History) -> list[Interruption]:
     for before, made in itertools.pairwise(history.generations):
         if before.finished_at is None:
             continue
-        resumed = _end_of(made, history) if made.first_step_at is None else made.first_step_at
+        resumed = _end_time(made, history) if made.first_step_at is None else made.first_step_at
         until = max(before.finished_at, resumed)
         text = f"{seconds_text(until - before.finished_at)} without a step"
         steps, repeated = None, made.cost.repeated_steps
@@ -649,7 +650,7 @@ def interruptions(history: History) -> list[Interruption]:
 
 
 def longest_interruptions(found: Sequence[Interruption]) -> list[Interruption]:
-    """Return the MAX_INTERRUPTIONS longest ones, in order of time."""
+    """Return the MAX_INTERRUPTIONS longest interruptions, in order of time."""
     by_length = sorted(range(len(found)), key=lambda at: found[at].time[0] - found[at].time[1])
     return [found[at] for at in sorted(by_length[:MAX_INTERRUPTIONS])]
 
@@ -666,7 +667,7 @@ def _shaded_bands(history: History, over: str, axis: Axis) -> list[Bar]:
     return bands
 
 
-def _path(line: Points, across: Axis, up: Axis) -> str:
+def _svg_path(line: Points, across: Axis, up: Axis) -> str:
     places = [f"{10 * across(x):.1f} {1000 - 10 * up(y):.1f}" for x, y in line]
     # A line without length is drawn as a dot, because its ends are round.
     return f"M{places[0]}h.01" if len(places) == 1 else f"M{'L'.join(places)}"
@@ -703,8 +704,8 @@ def chart(series: Series, history: History, *, in_timeline: bool = False) -> Cha
         series.name,
         last=text(values[-1]),
         label=_chart_label(series),
-        path="".join(_path(line, axis, up) for line in lines if len(line) != 1),
-        dots="".join(_path(line, axis, up) for line in lines if len(line) == 1),
+        path="".join(_svg_path(line, axis, up) for line in lines if len(line) != 1),
+        dots="".join(_svg_path(line, axis, up) for line in lines if len(line) == 1),
         rules=[
             (100 - up(value), text(10.0**value if is_log else value))
             for value in value_ticks(up.first, up.last)
@@ -777,11 +778,11 @@ def recovery_section(history: History) -> dict[str, Any] | None:
             for name, meaning in PHASES.items()
             if (values := [x.cost.phases[name] for x in every if name in x.cost.phases])
         ],
-        "bars": [_recovery(made, largest) for made in shown],
+        "bars": [_recovery_bar(made, largest) for made in shown],
     }
 
 
-def _recovery(made: Generation, largest: float) -> dict[str, Any]:
+def _recovery_bar(made: Generation, largest: float) -> dict[str, Any]:
     texts = {name: f"{name} {seconds_text(value)}" for name, value in made.cost.phases.items()}
     if "repeated" in texts:
         repeated = plural(made.cost.repeated_steps, "step")
@@ -884,7 +885,7 @@ def _failure_group(group: Sequence[FailureRow]) -> dict[str, Any]:
 
 
 def node_section(history: History) -> dict[str, Any]:
-    """Return the most eventful nodes, and how the others ended."""
+    """Return the MAX_NODES most eventful nodes, and how the other nodes ended."""
     views = node_views(history)
     by_importance = sorted(range(len(views)), key=lambda at: -views[at].importance)
     ends: dict[str, int] = {}
