@@ -16,6 +16,7 @@ from elasticlib.clock import monotonic
 from elasticlib.errors import ConfigError, RunNotFoundError, StoreConnectionError
 from elasticlib.observe.control import (
     MAX_MESSAGE_BYTES,
+    MAX_REQUESTS,
     MAX_TEXT_LENGTH,
     ControlAction,
     ControlAnswer,
@@ -413,6 +414,19 @@ def test_the_answer_of_a_node_that_leaves_at_once_counts() -> None:
         with LeavingNode(leaving, SPARE).responder, ControlClient(store, "job") as client:
             result = client.send(make_request("drain", node.id), [node])
         assert result_lines(result) == ["host9 (waiting): leaves the job"]
+
+
+def test_a_node_keeps_its_answer_to_each_request_that_is_in_the_store() -> None:
+    with MemoryStore() as store:
+        write_job(store)
+        node = FakeNode(store, MEMBERS[0])
+        answers = []
+        for number in range(MAX_REQUESTS + 1):
+            request = make_request("stop", id=str(number))
+            store.set(f"{KEYS.requests}{request.id}", encode_request(request))
+            assert node.poll(store)
+            answers.append(f"{KEYS.answers}{request.id}/{MEMBERS[0].id}")
+        assert all(store.get(key) for key in answers)
 
 
 def test_a_request_to_an_earlier_run_of_the_job_is_ignored() -> None:
