@@ -382,7 +382,7 @@ class CheckpointCatalog:
         """
         if self.integrity(manifest) is not Integrity.VERIFIED:
             if reason := self.find_corruption(manifest):
-                raise self._corrupt(manifest, reason)
+                raise self._mark_corrupt(manifest, reason)
             self.record_integrity(manifest, Integrity.VERIFIED)
         return manifest.step
 
@@ -390,7 +390,7 @@ class CheckpointCatalog:
         """Verify one data file. Raises what `check` raises."""
         reason = self._find_implausible_size(manifest, number)
         if reason := reason or self._find_file_corruption(manifest, number, None):
-            raise self._corrupt(manifest, reason)
+            raise self._mark_corrupt(manifest, reason)
 
     def find_corruption(self, manifest: Manifest, on_chunk: OnChunk = ignore_chunk) -> str | None:
         """Read every byte of a checkpoint. Return what is corrupt, or None.
@@ -456,7 +456,7 @@ class CheckpointCatalog:
             CheckpointUnreadableError: the file cannot be read.
         """
         if reason := self._find_implausible_size(manifest, number):
-            raise self._corrupt(manifest, reason)
+            raise self._mark_corrupt(manifest, reason)
         size = manifest.files[number].size
         try:
             memory = new_memory(max(1, size))
@@ -467,7 +467,7 @@ class CheckpointCatalog:
                 f"{what} needs {size} bytes of memory: {error}"
             ) from error
         if reason := self._find_file_corruption(manifest, number, memoryview(memory)):
-            raise self._corrupt(manifest, reason)
+            raise self._mark_corrupt(manifest, reason)
         if len(manifest.files) == 1:
             self.record_integrity(manifest, Integrity.VERIFIED)
         return memory
@@ -486,7 +486,7 @@ class CheckpointCatalog:
                 access = mmap.PROT_READ | mmap.PROT_WRITE
                 return mmap.mmap(opened.fileno(), file.size, mmap.MAP_PRIVATE, access)
         except (FileNotFoundError, ValueError) as error:
-            raise self._corrupt(manifest, f"{file.name}: {error}") from error
+            raise self._mark_corrupt(manifest, f"{file.name}: {error}") from error
 
     def read_header(self, manifest: Manifest, number: int = 0) -> bytes:
         """Return the bytes of a data file before its tensors' elements, not verified.
@@ -506,10 +506,10 @@ class CheckpointCatalog:
             with self._translate_read_errors(manifest):
                 count = self.storage.read_into(_path(manifest, number), memoryview(buffer))
         except FileNotFoundError:
-            raise self._corrupt(manifest, f"{file.name} is missing") from None
+            raise self._mark_corrupt(manifest, f"{file.name} is missing") from None
         return bytes(buffer[:count])
 
-    def _corrupt(self, manifest: Manifest, reason: str) -> CheckpointCorruptError:
+    def _mark_corrupt(self, manifest: Manifest, reason: str) -> CheckpointCorruptError:
         self.record_integrity(manifest, Integrity.CORRUPT)
         return CheckpointCorruptError(f"{self.describe(manifest.step)} is corrupt: {reason}")
 

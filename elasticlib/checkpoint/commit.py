@@ -368,11 +368,11 @@ class Committer:
         """
         with self._translate_errors("could not be pruned"):
             with self._storage.lock():
-                self._concurrent_live_token()
+                self._check_may_prune()
             # The verification can take long, so the job that writes here must not wait for it.
             unreadable = self._catalog.verify_until_intact()
             with self._storage.lock():
-                live_token = self._concurrent_live_token()
+                live_token = self._check_may_prune()
                 selection = self._select(unreadable=unreadable)
                 for error in self._delete_orphans(selection.deleted, live_token):
                     raise error
@@ -387,7 +387,7 @@ class Committer:
         holder = fence.holder if fence else writer
         return holder.launch_key == writer.launch_key and holder.generation > writer.generation
 
-    def _concurrent_live_token(self) -> str:
+    def _check_may_prune(self) -> str:
         """Return the token of another writer that may still commit its files, or ''.
 
         Raises:
@@ -425,19 +425,21 @@ class Committer:
                     self._storage.remove_folder(folder)
             if step is not None:
                 with self._log_delete_errors(errors if step in steps_to_delete else None):
-                    self._clean_folder(step, live_token, delete=step in steps_to_delete)
+                    self._delete_step_files(
+                        step, live_token, with_checkpoint=step in steps_to_delete
+                    )
         return errors
 
-    def _clean_folder(self, step: int, live_token: str, *, delete: bool) -> None:
+    def _delete_step_files(self, step: int, live_token: str, *, with_checkpoint: bool) -> None:
         """Delete the orphaned files of a step, or also its checkpoint."""
         folder, named = folder_of(step), self._catalog.committed_file_names(step)
-        if delete:
+        if with_checkpoint:
             self._storage.remove(f"{folder}/{MANIFEST_NAME}")
         elif named is None:
             return
         named, sizes = named or set(), self._storage.list_files(folder)
-        names = orphaned_files(sizes, () if delete else named, live_token)
-        if delete:
+        names = orphaned_files(sizes, () if with_checkpoint else named, live_token)
+        if with_checkpoint:
             names += [name for name in orphaned_files(sizes, names, "") if name in named]
         for name in names:
             self._storage.remove(f"{folder}/{name}")

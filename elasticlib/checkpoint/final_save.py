@@ -213,7 +213,7 @@ class SetSaver:
         renewing = daemon_thread(lambda: self._renew(is_over), "agent-final-save-renew")
         renewing.start()
         try:
-            problem = self._work()
+            problem = self._act_until_finished()
         finally:
             is_over.set()
             renewing.join()
@@ -231,11 +231,11 @@ class SetSaver:
             with contextlib.suppress(OSError):
                 self.exchange.publish()
 
-    def _work(self) -> str:
+    def _act_until_finished(self) -> str:
         """Do one task after the other. Return why the snapshots were not written, if so."""
         while not self.stop.is_set():
             try:
-                end = self._step()
+                end = self._do_next_action()
             except (CheckpointError, OSError) as error:
                 end = self._handle_error(error)
             if end is not None:
@@ -243,7 +243,7 @@ class SetSaver:
                 return end.problem
         return ""
 
-    def _step(self) -> Finish | None:
+    def _do_next_action(self) -> Finish | None:
         """Do what is to be done next. Return the end of the final save, or None before it."""
         if not self._has_joined and self._is_saved(self.snapshots.state):
             self._publish_existing_checkpoint()
@@ -262,7 +262,7 @@ class SetSaver:
             return action
         if action is None:
             self.stop.wait(self.limits.poll_s)
-        elif self._start(action):
+        elif self._claim_task(action):
             self.exchange.publish(task=None, problem="", **self._perform(action))
             self._first_error_at = float("-inf")
         return None
@@ -359,7 +359,7 @@ class SetSaver:
             has_all_reports=has_all_reports or waited_s >= self.limits.peers_s,
         )
 
-    def _start(self, task: Task) -> bool:
+    def _claim_task(self, task: Task) -> bool:
         """Publish the task. Return False if another agent has started it before."""
         reports = self.exchange.read(self.limits.lost_s).values()
         offers = [offer for report in reports if report.can_write for offer in report.offers]
@@ -390,13 +390,13 @@ class SetSaver:
                     self._commit(state)
                 return {"committed": (*mine.committed, state)}
             [offer] = [offer for offer in mine.offers if task.is_for(offer)]
-            written = attrs.evolve(offer, file=self._write(task, offer.part))
+            written = attrs.evolve(offer, file=self._write_part(task, offer.part))
             return {"offers": (written, *(other for other in mine.offers if other != offer))}
         except FileDeletedError as error:
             log.info("writing step %d again: %s", state.step, error)
             return {}
 
-    def _write(self, task: Task, part: int) -> DataFile:
+    def _write_part(self, task: Task, part: int) -> DataFile:
         """Write the data file of a part durably."""
         if self._num_writes[task] == MAX_WRITES:
             raise CheckpointError(

@@ -233,7 +233,7 @@ def _next_task(
     others = [report for other, report in writers.items() if other != agent]
     for offer in writers[agent].offers:
         task = Task(offer.state, offer.share)
-        if offer.state != plan.state or offer.share in written or _is_taken(task, others):
+        if offer.state != plan.state or offer.share in written or _is_task_of_any(task, others):
             continue
         # A replica is written only if no node whose workers made the part can write it.
         has_owner = any(task.is_for(o) and not o.is_replica for r in others for o in r.offers)
@@ -241,10 +241,10 @@ def _next_task(
             return task
     commit = Task(plan.state, COMMIT)
     is_complete = written.issuperset(plan.shares)
-    return commit if is_complete and not _is_taken(commit, others) else None
+    return commit if is_complete and not _is_task_of_any(commit, others) else None
 
 
-def _is_taken(task: Task, others: Iterable[AgentReport]) -> bool:
+def _is_task_of_any(task: Task, others: Iterable[AgentReport]) -> bool:
     return any(report.task == task for report in others)
 
 

@@ -224,13 +224,13 @@ class CheckpointManager:
         try:
             return self._copying.run(partial(self._save, call))
         except CallRejectedError:
-            error = self._rejection(f"step {step} was not saved")
+            error = self._concurrent_call_error(f"step {step} was not saved")
             self._results.publish(self._results.next_number(), step, error)
             raise error from None
         finally:
             self.last_stall_s = monotonic() - started_at
 
-    def _rejection(self, what: str) -> CheckpointError:
+    def _concurrent_call_error(self, what: str) -> CheckpointError:
         """Return the error of a call during another call."""
         return CheckpointError(
             f"{what}: another call of save() or snapshot() of the CheckpointManager of "
@@ -242,7 +242,7 @@ class CheckpointManager:
         try:
             return self._copying.run(act)
         except CallRejectedError:
-            raise self._rejection(what) from None
+            raise self._concurrent_call_error(what) from None
 
     def _save(self, call: _SaveCall) -> SaveHandle:
         results, last_save, number = self._results, self._last_save, 0
@@ -251,7 +251,7 @@ class CheckpointManager:
             number = results.next_number()
             if call.may_skip and self._is_skip_agreed(number, call.step):
                 if call.is_snapshot:
-                    self._keep(call.step, flatten(call.state, reject_state_dicts=True))
+                    self._keep_snapshot(call.step, flatten(call.state, reject_state_dicts=True))
                 return SkippedSave(call.step)
             return self._start_save(call, number)
         except BaseException as error:
@@ -277,7 +277,7 @@ class CheckpointManager:
         if not call.is_snapshot:
             self._check_last_save()
         flat = flatten(call.state, reject_state_dicts=True)
-        kept = self._keep(step, flat) if call.is_snapshot else None
+        kept = self._keep_snapshot(step, flat) if call.is_snapshot else None
         self._check_last_save()
         if not flat.shards and not self.is_writer:
             remote = RemoteSave(step, number, self._results, self._catalog)
@@ -384,14 +384,14 @@ class CheckpointManager:
             return False
 
         def keep() -> bool:
-            return self._keep(step, flatten(state, reject_state_dicts=True)) is not None
+            return self._keep_snapshot(step, flatten(state, reject_state_dicts=True)) is not None
 
         is_kept = self._run_exclusively(f"step {step} is not kept", keep)
         if is_kept:
             self.last_stall_s = monotonic() - started_at
         return is_kept
 
-    def _keep(self, step: int, flat: FlatState) -> tuple[PackImage, MappedSlot] | None:
+    def _keep_snapshot(self, step: int, flat: FlatState) -> tuple[PackImage, MappedSlot] | None:
         """Keep a snapshot. Return its pack and its slot, or None if this rank keeps none."""
         kept = None if self._snapshots is None else self._snapshots.keep_state(step, flat)
         if kept is not None:
@@ -612,7 +612,7 @@ class CheckpointManager:
         agreed = restore_from(sources, names, self._group, node=node, **options)
         result = RestoreResult(agreed.step, agreed.source, agreed.skipped)
         if step is not None and not result:
-            raise self._not_restored(step, result, sources)
+            raise self._missing_step_error(step, result, sources)
         if snapshots is not None:
             self._run_exclusively(
                 f"step {agreed.step} is not kept",
@@ -623,7 +623,7 @@ class CheckpointManager:
             context().report_restored(result.step, source=result.source, seconds=seconds)
         return result
 
-    def _not_restored(
+    def _missing_step_error(
         self, step: int, result: RestoreResult, sources: Sequence[StateSource]
     ) -> Exception:
         """Return the error for a given step that was not restored."""

@@ -192,7 +192,7 @@ class LayoutCache:
                 header = encode_header(text, layout.tree, layout.start, layout.size - layout.start)
                 if header is not None:
                     return PackImage(layout, header, [tensors[at] for at in layout.stored])
-        layout = _plan(tensors, key, text, shards)
+        layout = _build_layout(tensors, key, text, shards)
         header = encode_header(text, layout.tree, layout.start, layout.size - layout.start)
         header = require_not_none(header, "room for the values")
         self._last = [layout, *self._last[:1]]
@@ -248,7 +248,7 @@ def _alias_groups(tensors: list[torch.Tensor], forms: list[_TensorKey]) -> list[
     return groups
 
 
-def _plan(
+def _build_layout(
     tensors: list[torch.Tensor],
     key: tuple[Any, ...],
     values: str,
@@ -413,7 +413,7 @@ def unpack_part(
     if len(pack) < header.size:
         raise CheckpointCorruptError(f"the pack has {header.size} bytes, got {len(pack)}")
     data = pack[header.start : header.size]
-    with _decoding("list of tensors"):
+    with _translate_decoding_errors("list of tensors"):
         stored = [_stored_tensor(data, row, header) for row in header.tree["tensors"]]
         numbers = header.tree.get("shards", [])
         shards = [stored[number][0] for number in numbers if number >= 0]
@@ -422,7 +422,7 @@ def unpack_part(
         relocated(tensor.clone() if copy else tensor, location, map_location)
         for tensor, location in stored
     ]
-    with _decoding("tree"):
+    with _translate_decoding_errors("tree"):
         if "tree" not in header.tree:
             return PartContents(None, (), False, shards)
         state = unflatten(header.tree["tree"], header.values, tensors)
@@ -431,7 +431,7 @@ def unpack_part(
 
 
 @contextlib.contextmanager
-def _decoding(what: str) -> Iterator[None]:
+def _translate_decoding_errors(what: str) -> Iterator[None]:
     """Report JSON that this version did not write as a corrupt pack."""
     try:
         yield

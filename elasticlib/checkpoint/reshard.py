@@ -208,7 +208,7 @@ def load_parts(
     if not rest.has_rest:
         raise CheckpointCorruptError("its first part lacks the values that are not sharded")
     saved = _saved_tensors(rest.paths, shards)
-    _reject_stages(saved, shards)
+    _reject_ambiguous_tensors(saved, shards)
     tensors: dict[StatePath, Any]
     if like is None:
         tensors = {path: _allocate_full(shard) for path, shard in saved.items()}
@@ -249,7 +249,7 @@ def _saved_tensors(paths: Iterable[StatePath], shards: Shards) -> dict[StatePath
     return saved
 
 
-def _reject_stages(saved: Mapping[StatePath, TensorShard], shards: Shards) -> None:
+def _reject_ambiguous_tensors(saved: Mapping[StatePath, TensorShard], shards: Shards) -> None:
     """Raise StateMismatchError if the ranks may have saved different tensors."""
     others = shards_by_tensor(shards).keys() - {path_name(path) for path in saved}
     if ambiguous := others | multi_mesh_tensors(shards):
@@ -318,7 +318,7 @@ def _match_dtensors(
         if dtensor is None and is_dtensor(parameter) and parameter.shape == shard.shape:
             dtensor = torch.empty_like(parameter.detach(), dtype=dtype_from_name(shard.dtype))
         if dtensor is None:
-            raise _sharded_on_one_side(path, "the checkpoint")
+            raise _one_sided_shard_error(path, "the checkpoint")
         if dtensor.shape != shard.shape:
             raise StateMismatchError(
                 f"{format_path(path)} has the shape {list(shard.shape)} in the checkpoint, and "
@@ -327,11 +327,11 @@ def _match_dtensors(
         matched[path] = dtensor
     for path in dtensors:
         if path not in saved and _parameter_of(path, parameters) is None:
-            raise _sharded_on_one_side(path, "the given state")
+            raise _one_sided_shard_error(path, "the given state")
     return matched
 
 
-def _sharded_on_one_side(path: StatePath, side: str) -> StateMismatchError:
+def _one_sided_shard_error(path: StatePath, side: str) -> StateMismatchError:
     return StateMismatchError(f"{format_path(path)} is a sharded tensor only in {side}")
 
 

@@ -230,10 +230,12 @@ class _RestorePlanner:
         if is_container(old):
             return self._into_container(old, new, path)
         if old is not None and not is_plain_value(old):
-            self._reject(path, f"is {class_name_with_article(old)}, which has no load_state_dict")
+            self._add_mismatch(
+                path, f"is {class_name_with_article(old)}, which has no load_state_dict"
+            )
         return partial(self._private_copy, new)
 
-    def _reject(self, path: StatePath, reason: str) -> None:
+    def _add_mismatch(self, path: StatePath, reason: str) -> None:
         self.mismatches.append(f"{format_path(path)} {reason}")
 
     def _private_copy(self, new: Any) -> Any:
@@ -248,12 +250,14 @@ class _RestorePlanner:
     def _into_tensor(self, old: Any, new: Any, path: StatePath) -> Callable[[], Any]:
         """Implement `plan` for a tensor."""
         if _describe_tensor(old) != _describe_tensor(new):
-            self._reject(path, f"is {_describe_tensor(old)}, and {_describe_tensor(new)} was saved")
+            self._add_mismatch(
+                path, f"is {_describe_tensor(old)}, and {_describe_tensor(new)} was saved"
+            )
         elif old.device.type == "meta":
-            self._reject(path, f"is {_ON_META}")
+            self._add_mismatch(path, f"is {_ON_META}")
         elif not _has_equal_repeats(local_tensor(old), local_tensor(new)):
             expanded = f"{_describe_tensor(old)} that is expanded"
-            self._reject(path, f"is {expanded}, and what was saved is not")
+            self._add_mismatch(path, f"is {expanded}, and what was saved is not")
         else:
             self._add_write(path, old, new)
 
@@ -269,7 +273,7 @@ class _RestorePlanner:
         if isinstance(old, torch.optim.Optimizer):
             parameters = (one for group in old.param_groups for one in group["params"])
             if any(parameter.device.type == "meta" for parameter in parameters):
-                self._reject(path, f"has parameters {_ON_META}")
+                self._add_mismatch(path, f"has parameters {_ON_META}")
         if not isinstance(old, torch.nn.Module) or not isinstance(new, Mapping):
             return
         targets = [*old.named_parameters(remove_duplicate=False)]
@@ -278,7 +282,7 @@ class _RestorePlanner:
             if is_lazy(target) or not isinstance(source, torch.Tensor):
                 continue
             if target.device.type == "meta":
-                self._reject((*path, name), f"is {_ON_META}")
+                self._add_mismatch((*path, name), f"is {_ON_META}")
             elif source.shape == target.shape:
                 self._add_write((*path, name), target, source)
 
@@ -313,7 +317,7 @@ class _RestorePlanner:
             else class_name_with_article(new)
         )
         if mine != saved:
-            self._reject(path, f"is {mine}, and {saved} was saved")
+            self._add_mismatch(path, f"is {mine}, and {saved} was saved")
         if not old.flags.writeable:
             return partial(self._private_copy, new)
 
@@ -325,7 +329,7 @@ class _RestorePlanner:
 
     def _into_container(self, old: Any, new: Any, path: StatePath) -> Callable[[], Any]:
         if type(old) is not type(new):
-            self._reject(
+            self._add_mismatch(
                 path,
                 f"is {class_name_with_article(old)}, and {class_name_with_article(new)} was saved",
             )
@@ -333,7 +337,7 @@ class _RestorePlanner:
         mine, theirs = parts_of(old), parts_of(new)
         tensors = [key for key, part in mine.items() if isinstance(part, torch.Tensor)]
         if hint := wrapper_hint(tensors, theirs):
-            self._reject(path, f"has other names than were saved{hint}")
+            self._add_mismatch(path, f"has other names than were saved{hint}")
         for key, part in mine.items():
             if key not in theirs and state_accessor(part) is not None:
                 where = format_path((*path, key))

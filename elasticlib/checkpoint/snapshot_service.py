@@ -245,7 +245,7 @@ class NodeSnapshotService(SnapshotService):
     def on_workers_stopped(self) -> None:
         if self._attempt_dir is not None and self._helping is None:
             # A node that leaves may need parts that are here, and waits for this node to write.
-            self._helping = self._final_save(self._attempt_dir, leaves=False)
+            self._helping = self._create_final_save(self._attempt_dir, leaves=False)
             daemon_thread(self._helping.run, "agent-helps").start()
 
     def close(self, *, flush: bool, cancel_reason: Callable[[], str] = str) -> str:
@@ -254,12 +254,12 @@ class NodeSnapshotService(SnapshotService):
         self._stop()
         if not flush or self._attempt_dir is None:
             return ""
-        final_save = self._final_save(self._attempt_dir, leaves=True)
+        final_save = self._create_final_save(self._attempt_dir, leaves=True)
         problem = final_save.run(cancel_reason=cancel_reason)
         self.saved_step = final_save.saved
         return problem
 
-    def _final_save(self, attempt_dir: Path, *, leaves: bool) -> FinalSave:
+    def _create_final_save(self, attempt_dir: Path, *, leaves: bool) -> FinalSave:
         return FinalSave(attempt_dir.parent, self._info, is_leaving=leaves)
 
     def _stop(self) -> None:
