@@ -60,7 +60,7 @@ MAX_REMOTE_SAVES = 100  # The results of older saves of rank 0 that nothing wait
 
 @attrs.frozen
 class RankInfo:
-    """This process among the ranks that share the state."""
+    """The position of this process among the ranks that share the state."""
 
     rank: int
     local_rank: int  # among the ranks of this node
@@ -231,7 +231,7 @@ class CheckpointManager:
             self.last_stall_s = monotonic() - started_at
 
     def _concurrent_call_error(self, what: str) -> CheckpointError:
-        """Return the error of a call during another call."""
+        """Return the error for a call that is made while another call copies a state."""
         return CheckpointError(
             f"{what}: another call of save() or snapshot() of the CheckpointManager of "
             f"{self._name} is still copying a state. From a signal handler, set a flag, and save "
@@ -312,13 +312,16 @@ class CheckpointManager:
         writers: RankWriters,
         kept: tuple[PackImage, MappedSlot] | None,
     ) -> tuple[PackImage, MappedSlot]:
-        """Return the pack for the disk and the slot of its copy, which is the snapshot's if it can.
+        """Copy the state to a slot, unless the copy of its snapshot can be written to the disk.
 
         Args:
             step: the step.
             flat: the state.
-            writers: the ranks that write it.
+            writers: the ranks that write the state.
             kept: the pack and the slot of the snapshot of this step, if there is one.
+
+        Returns:
+            The pack to write to the disk, and the slot that contains its copy.
         """
         if flat.shards:
             has_rest = writers.rank == 0
@@ -338,7 +341,15 @@ class CheckpointManager:
         committer: Committer,
         started: tuple[int, float],
     ) -> None:
-        """Write a save in the writer thread, with the objects of the group in which it started."""
+        """Write a checkpoint and publish the result. This runs in the writer thread.
+
+        Args:
+            write: writes and commits the checkpoint.
+            publish: publishes the result, given the error if there is one.
+            committer: the committer that `write` uses. `self._committer` may be another one by now,
+                because the process group has changed.
+            started: the step, and the start of the call of `save` by `monotonic`.
+        """
         step, started_at = started
         try:
             write()
@@ -424,9 +435,10 @@ class CheckpointManager:
         self._remote_saves.clear()
 
     def on_state_broadcast(self, step: int, state: dict[str, Any], source: int) -> None:
-        """Adapt to a state that all ranks have received.
+        """Adapt this rank's snapshots to a state that all ranks have received.
 
-        Snapshots of later steps become invalid. A node without a snapshot of the step keeps one.
+        Snapshots of later steps from earlier attempts are freed. A node without a snapshot of the
+        step keeps one.
 
         Args:
             step: the step of the state.
@@ -463,7 +475,8 @@ class CheckpointManager:
     def wait(self, timeout: float | None = None) -> None:
         """Wait until all saves of this manager are durable, whichever rank writes them.
 
-        Then `steps` returns them on all ranks. Ranks may call this independently of each other.
+        Then `steps` finds their checkpoints on all ranks. Ranks may call this independently of each
+        other.
 
         Args:
             timeout: seconds; the default is that of `SaveHandle.wait`.
@@ -707,7 +720,7 @@ class CheckpointManager:
         """Delete the checkpoints that the retention rule does not keep, if this rank writes.
 
         Returns:
-            The steps that were kept and deleted.
+            The steps that were kept and deleted. Both are empty on a rank that does not write.
 
         Raises:
             CheckpointFencedError: a newer generation or launch has the directory.

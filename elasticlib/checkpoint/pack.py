@@ -152,8 +152,9 @@ class PackImage:
 class LayoutCache:
     """The last two layouts, which are reused while the structure of the state is the same.
 
-    Two, because a save of a rank's part may need another layout than a snapshot of it. Not
-    thread-safe. An exception of a signal handler may interrupt a method at any line.
+    There are two, because a save of a rank's part may need another layout than a snapshot of the
+    part. Not thread-safe. If an exception of a signal handler interrupts a method at any line, the
+    cache can still be used.
     """
 
     def __init__(self) -> None:
@@ -232,9 +233,9 @@ def _are_equal(key: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 
 
 def _alias_groups(tensors: list[torch.Tensor], forms: list[_TensorKey]) -> list[int] | None:
-    """Return the position of the first tensor that is the same memory as each tensor.
+    """Return, for each tensor, the position of the first tensor with the same memory and form.
 
-    None means that all tensors are different memory, as is nearly always the case.
+    Return None if no two tensors begin at the same address, as is nearly always the case.
     """
     pointers = [tensor.data_ptr() for tensor in tensors]
     if len({*pointers}) == len(pointers):
@@ -254,6 +255,7 @@ def _build_layout(
     values: str,
     shards: Shards | None,
 ) -> PackLayout:
+    """Compute the layout of a pack with room for `values`; see `LayoutCache.plan` for `key`."""
     structure, _, groups, _ = key
     groups = list(range(len(tensors))) if groups is None else groups
     unique = [at for at, first in enumerate(groups) if first == at]
@@ -307,7 +309,8 @@ def _entry_and_row(
 ) -> tuple[tuple[str, Any], Any]:
     """Return the entry's dtype and shape, and the row that describes the tensor in the tree.
 
-    The row of a plain tensor on the CPU is the number of its entry.
+    An entry of plain bytes has `_STORAGE` as its dtype and no shape. The row of a plain tensor on
+    the CPU is the number of its entry.
     """
     if array is not None:
         dtype, shape, order = array
@@ -323,7 +326,7 @@ def _entry_and_row(
 
 
 def _unique_names(paths: list[StatePath]) -> list[str]:
-    """Return the names of tensors.
+    """Return the name of each tensor in the pack, given its path in the state.
 
     Raises:
         CheckpointError: Two paths have the same name.
@@ -361,7 +364,7 @@ def _check_tensor(path: StatePath, tensor: torch.Tensor) -> None:
 
 
 def _reject_tensors(flat: FlatState, tensors: list[torch.Tensor], shards: Shards | None) -> None:
-    """Raise the error of the first tensor that has no strides or no memory, if there is one."""
+    """Raise CheckpointError for the first tensor that cannot be saved, if there is one."""
     paths: list[StatePath] = []
     if shards is None or shards.has_rest:
         paths = encode_structure(flat.structure, range(len(flat.tensors))).paths
@@ -432,7 +435,7 @@ def unpack_part(
 
 @contextlib.contextmanager
 def _translate_decoding_errors(what: str) -> Iterator[None]:
-    """Report JSON that this version did not write as a corrupt pack."""
+    """Raise a decoding error of the block as a CheckpointCorruptError about the pack's `what`."""
     try:
         yield
     except _DECODING_ERRORS as error:

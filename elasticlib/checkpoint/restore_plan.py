@@ -42,10 +42,10 @@ _TORCH_MISMATCHES = ("Error(s) in loading state_dict", "loaded state dict ")
 
 
 def check_names(state: object) -> dict[str, Any]:
-    """Return the state that `restore` was given.
+    """Return `state` if it is a dict of names, as `restore` needs it.
 
     Raises:
-        CheckpointError: It is not a dict, so nothing in it can be changed in place.
+        CheckpointError: `state` is not a dict.
     """
     if not isinstance(state, dict):
         raise CheckpointError(
@@ -63,7 +63,7 @@ def plan_restore(
     Until that function is called, nothing changes.
 
     Args:
-        state: Names to objects, containers, tensors and plain values. `load_state_dict` is not
+        state: Maps names to objects, containers, tensors and plain values. `load_state_dict` is not
             called yet.
         saved: The state that was read. Each DTensor in it is the one at the same path of
             `state`, or a new one if an optimizer in `state` has none there yet.
@@ -112,7 +112,7 @@ def _check_same_names(state: Mapping[str, Any], saved: Mapping[Any, Any]) -> Non
 
 
 class TensorCopies:
-    """Copies of tensors in new memory. Tensors that are the same memory have copies that are."""
+    """Copies of tensors in new memory. Tensors of the same memory get copies of the same memory."""
 
     def __init__(self) -> None:
         self._memory: dict[Any, torch.Tensor] = {}
@@ -153,12 +153,12 @@ class _TensorWrite:
 
     @property
     def end(self) -> int:
-        """The end of the target's last byte."""
+        """The first byte after the target, counted from the start of its storage."""
         return self.begin + StridedLayout.of(self.target).extent * self.target.element_size()
 
 
 def _overlapping(writes: list[_TensorWrite]) -> Iterator[list[_TensorWrite]]:
-    """Group writes into one storage by the ranges of memory that they overlap in."""
+    """Yield groups of writes to one storage. Writes of different groups do not overlap."""
     group: list[_TensorWrite] = []
     end = 0
     for write in sorted(writes, key=lambda write: write.begin):
@@ -269,7 +269,7 @@ class _RestorePlanner:
         return copy
 
     def _check_object(self, old: Any, new: Any, path: StatePath) -> None:
-        """Check the tensors that a module or an optimizer will load its state into."""
+        """Add mismatches of the tensors that a module or an optimizer will load its state into."""
         if isinstance(old, torch.optim.Optimizer):
             parameters = (one for group in old.param_groups for one in group["params"])
             if any(parameter.device.type == "meta" for parameter in parameters):
@@ -291,9 +291,9 @@ class _RestorePlanner:
             self._writes.append(_TensorWrite(path, target, source))
 
     def check_shared_memory(self) -> None:
-        """Find live tensors that share memory and were saved separately with other values.
+        """Add a mismatch for live tensors that share memory, but were saved with different values.
 
-        The one that is restored last would overwrite the others.
+        The tensor that is restored last would overwrite the others.
         """
         storages: dict[tuple[torch.device, int], list[_TensorWrite]] = {}
         for write in self._writes:
@@ -310,6 +310,7 @@ class _RestorePlanner:
                 )
 
     def _into_array(self, old: Any, new: Any, path: StatePath) -> Callable[[], Any]:
+        """Implement `plan` for a NumPy array."""
         mine = f"a NumPy array of {old.shape} {old.dtype}"
         saved = (
             f"a NumPy array of {new.shape} {new.dtype}"
@@ -328,6 +329,7 @@ class _RestorePlanner:
         return copy
 
     def _into_container(self, old: Any, new: Any, path: StatePath) -> Callable[[], Any]:
+        """Implement `plan` for a container, and plan each of its parts."""
         if type(old) is not type(new):
             self._add_mismatch(
                 path,
@@ -357,6 +359,7 @@ class _RestorePlanner:
         return refill
 
     def _load(self, old: Any, accessor: StateAccessor, new: Any, path: StatePath) -> Any:
+        """Let the object `old` load the state `new`, and return `old`."""
         # A module copies the values into its own parameters, and needs no copy before.
         given = new if isinstance(old, torch.nn.Module) else self._private_copy(new)
         try:

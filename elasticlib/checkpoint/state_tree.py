@@ -133,12 +133,12 @@ def state_accessor(value: Any) -> StateAccessor | None:
 
 
 def is_container(value: object) -> bool:
-    """Return True if a state can contain other parts in a value of this type."""
+    """Return True for exactly a dict, OrderedDict, Counter, defaultdict, list or tuple."""
     return type(value) in _CONTAINERS
 
 
 def is_plain_value(value: object) -> bool:
-    """Return True for a value without tensors and parts, such as a number or a set."""
+    """Return True for a value without tensors and parts, such as a number, a set or an array."""
     kind = type(value)
     is_known = kind in _SCALARS or kind in _ENCODED or kind in _SETS
     return is_known or is_array(value) or _is_numpy_scalar(value)
