@@ -1,8 +1,9 @@
-"""Boxes of tensor indices: whether parts cover a sharded state, and which rank reads what.
+"""Boxes of tensor indices: check that parts cover a state, and plan which rank reads which box.
 
 A box is a range of indices in each dimension of a tensor. The part of a rank contains one box of
-each sharded tensor. Boxes of different parts may overlap (replicated dimensions of a mesh), and the
-ranks that restore a state may need boxes of any other partition. All functions are pure.
+each sharded tensor. Boxes of different parts may overlap (replicated dimensions of a mesh), and a
+rank that restores a state may need boxes that overlap those of several parts. All functions are
+pure.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Box(NamedTuple):
 
     @classmethod
     def full(cls, shape: Iterable[int]) -> Box:
-        """Return the box of all elements of a tensor."""
+        """Return the box of all elements of a tensor of this shape."""
         sizes = tuple(shape)
         return cls((0,) * len(sizes), sizes)
 
@@ -39,7 +40,7 @@ class Box(NamedTuple):
         return math.prod(self.sizes)
 
     def with_range(self, axis: int, begin: int, end: int) -> Box:
-        """Return this box with other indices along one axis."""
+        """Return this box with the index range [`begin`, `end`) along one axis."""
         return Box(
             (*self.offsets[:axis], begin, *self.offsets[axis + 1 :]),
             (*self.sizes[:axis], end - begin, *self.sizes[axis + 1 :]),
@@ -47,7 +48,7 @@ class Box(NamedTuple):
 
 
 def intersect_boxes(box: Box, other: Box) -> Box | None:
-    """Return the elements that two boxes share, or None if they share none."""
+    """Return the box of the elements that two boxes share, or None if they share none."""
     offsets = tuple(map(max, box.offsets, other.offsets))
     ends = (min(a + n, b + m) for a, n, b, m in zip(*box, *other, strict=True))
     sizes = tuple(end - offset for offset, end in zip(offsets, ends, strict=True))
@@ -55,7 +56,10 @@ def intersect_boxes(box: Box, other: Box) -> Box | None:
 
 
 def subtract_box(box: Box, hole: Box) -> list[Box]:
-    """Return disjoint boxes of the elements of `box` that are not in `hole`, a box within it."""
+    """Return disjoint boxes of the elements of `box` that are not in `hole`.
+
+    `hole` must lie within `box`.
+    """
     remainder = []
     for axis, (begin, size) in enumerate(zip(*hole, strict=True)):
         first, end = box.offsets[axis], box.offsets[axis] + box.sizes[axis]
@@ -68,14 +72,14 @@ def subtract_box(box: Box, hole: Box) -> list[Box]:
 def cover_box(
     need: Box, available: Iterable[tuple[_Holder, Box]]
 ) -> tuple[list[tuple[_Holder, Box]], list[Box]]:
-    """Take each element of a box from the first holder that has it.
+    """Assign each element of a box to the first holder that has it.
 
     Args:
         need: the box to cover.
         available: holders and their boxes, in order of preference.
 
     Returns:
-        Disjoint boxes with their holders, and the boxes that no holder has.
+        Two lists: disjoint boxes with the holder of each, and disjoint boxes that no holder has.
     """
     missing = [need] if all(need.sizes) else []
     covered: list[tuple[_Holder, Box]] = []
@@ -99,9 +103,8 @@ def split_box(box: Box, source_sizes: Sequence[int], max_elements: int) -> Itera
 
     Args:
         box: the box to split.
-        source_sizes: sizes of the contiguous tensor that the box is copied from. The first and the
-            last element of a piece are at most `max_elements` apart in that tensor, unless a single
-            index of the piece is larger.
+        source_sizes: sizes of the contiguous tensor that the box is copied from. The range from the
+            first to the last element of a piece in that tensor has at most `max_elements` elements.
         max_elements: maximum number of elements of a piece.
     """
     axis = next((axis for axis, size in enumerate(box.sizes) if size > 1), None)
@@ -121,7 +124,7 @@ def split_box(box: Box, source_sizes: Sequence[int], max_elements: int) -> Itera
 
 @attrs.frozen
 class TensorShard:
-    """The box of one sharded tensor that a part contains."""
+    """The box that a part contains of one sharded tensor, and properties of the whole tensor."""
 
     name: str  # of the tensor, see `state_tree.path_name`
     dtype: str
@@ -175,7 +178,7 @@ def _shard_from_row(row: Sequence[Any]) -> TensorShard:
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Return ranks as ranges with a step, such as `0-3,8-14:2`."""
+    """Return a text that lists ranks as ranges with an optional step, such as `0-3,8-14:2`."""
     runs: list[tuple[int, int, int]] = []  # first and last rank, and the step or 0
     for rank in sorted(ranks):
         first, last, step = runs[-1] if runs else (rank, rank, -1)
@@ -202,7 +205,7 @@ def _parse_ranks(text: str) -> tuple[range, ...]:
 
 
 def has_rank(mesh: str, rank: int) -> bool:
-    """Return True if a rank is in the mesh of a shard."""
+    """Return True if a rank is in `TensorShard.mesh`. An empty mesh contains all ranks."""
     return not mesh or any(rank in run for run in _parse_ranks(mesh))
 
 
@@ -210,7 +213,8 @@ def shards_by_tensor(parts: Shards) -> dict[str, list[tuple[int, int, TensorShar
     """Group the shards of all parts by the name of their tensor.
 
     Returns:
-        For each tensor: number of the part, index of the shard in the part, and the shard.
+        A list for each name of a tensor, in the order of the parts. Each item has the number of the
+        part, the index of the shard in the part, and the shard.
 
     Raises:
         CheckpointCorruptError: two parts disagree on the shape or the dtype of a tensor.
@@ -232,9 +236,10 @@ def shards_by_tensor(parts: Shards) -> dict[str, list[tuple[int, int, TensorShar
 def describe_missing(parts: Shards, num_parts: int) -> str:
     """Describe what is missing from a state if only some of its parts are available.
 
-    A part can be missing if another rank has the same tensors, which is the case if all tensors of
-    that rank are on meshes that include the rank of the missing part. Otherwise the missing part
-    may have had other tensors, as a pipeline stage has.
+    A missing part does not matter if the available parts have all its elements. This is known only
+    if an available part has the same tensors, that is, if all meshes of the available part include
+    the rank of the missing part. Otherwise the missing part may have had other tensors, as another
+    stage of a pipeline has.
 
     A tensor that was sharded over several meshes is checked once for each mesh, because it may be a
     different tensor on each of them.
@@ -286,7 +291,7 @@ def describe_missing(parts: Shards, num_parts: int) -> str:
 
 
 def multi_mesh_tensors(parts: Shards) -> set[str]:
-    """Return the names of tensors that were sharded over several meshes.
+    """Return the names under which shards on several meshes were saved.
 
     The stages of a pipeline can have different tensors of the same name, each on its own mesh.
     """
@@ -295,7 +300,7 @@ def multi_mesh_tensors(parts: Shards) -> set[str]:
 
 
 def format_numbers(numbers: Sequence[int], noun: str) -> str:
-    """Return the first of the numbers as text, such as `parts 1, 2 and 7 more`."""
+    """Return a text with the first numbers and the count of the rest: `parts 1, 2 and 7 more`."""
     first = ", ".join(map(str, numbers[:_MAX_LISTED_NUMBERS]))
     num_more = len(numbers) - _MAX_LISTED_NUMBERS
     more = f" and {num_more} more" if num_more > 0 else ""
@@ -307,7 +312,7 @@ def format_numbers(numbers: Sequence[int], noun: str) -> str:
 
 @attrs.frozen
 class BoxRead:
-    """A box that a rank needs, and where it is read."""
+    """A box that a rank needs, the rank that reads it, and the shard that contains it."""
 
     source: int  # the rank that reads it
     part: int  # number of the part

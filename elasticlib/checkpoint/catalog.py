@@ -1,8 +1,8 @@
 """Catalog of the checkpoints in a directory: lists, verifies and reads them, and changes nothing.
 
-A checkpoint exists from the moment at which its manifest is in place, which is written last. The
-manifest names the data files with their sizes and checksums, and has a checksum of its own. Sizes
-are compared when checkpoints are listed; every byte is verified before it is used.
+A checkpoint exists once its manifest, which is written last, is in place. The manifest names the
+data files with their sizes and checksums, and has a checksum of its own. Sizes are compared when
+checkpoints are listed; every byte of a data file is verified before a state is loaded from it.
 
 `select_checkpoints` decides which checkpoints are kept. `commit` writes and deletes them.
 """
@@ -73,7 +73,7 @@ class DataFile:
 
 @attrs.frozen
 class Manifest:
-    """The description of one checkpoint, which makes its data files count."""
+    """The description of one checkpoint. A data file that no manifest names is not used."""
 
     step: int  # The state is the one after this step.
     files: tuple[DataFile, ...]
@@ -93,10 +93,10 @@ class Manifest:
 
 
 def check_step(step: object) -> int:
-    """Return the step of a state.
+    """Return `step` if it is a valid number of a step.
 
     Raises:
-        CheckpointError: it is not an integer in the valid range.
+        CheckpointError: `step` is not an integer in the valid range.
     """
     if type(step) is not int or not 0 <= step <= MAX_STEP:
         raise CheckpointError(f"step must be an int from 0 to {MAX_STEP}, got {step!r}")
@@ -104,7 +104,7 @@ def check_step(step: object) -> int:
 
 
 def folder_of(step: int) -> str:
-    """Return the name of a step's directory. Up to step 10^10, names sort as steps do."""
+    """Return the name of a step's directory. Below step 10^10, names sort in the order of steps."""
     return f"step-{step:010d}"
 
 
@@ -116,12 +116,12 @@ def step_of(folder: str) -> int | None:
 
 
 def append_checksum(body: bytes) -> bytes:
-    """Return the body of a small file with a line that has its CRC-32."""
+    """Return the body of a small file, followed by a line with the CRC-32 of the body."""
     return body + _CHECKSUM_LINE % zlib.crc32(body)
 
 
 def strip_checksum(data: bytes) -> bytes | None:
-    """Return the body of a small file, or None if any of its bytes were changed or lost."""
+    """Return a small file without its checksum line, or None if the checksum does not match."""
     body = data[: -len(append_checksum(b""))]
     return body if append_checksum(body) == data else None
 
@@ -167,7 +167,7 @@ def decode_manifest(data: bytes) -> Manifest:
 
 
 def _find_invalid_value(manifest: Manifest) -> str | None:
-    """Return which value of a manifest is out of its range, or None."""
+    """Describe the first value of a manifest that is invalid. Return None if all are valid."""
     files = manifest.files
     numbers = ("step", "num_parts", "generation", "world_size")
     for name in numbers:
@@ -188,11 +188,14 @@ def _find_invalid_value(manifest: Manifest) -> str | None:
 
 
 def find_size_mismatch(manifest: Manifest, sizes: Mapping[str, int]) -> str | None:
-    """Return which data file is missing or has another size, or None.
+    """Describe the first data file that is missing or has not the size in the manifest.
 
     Args:
         manifest: the manifest of the checkpoint.
-        sizes: the bytes of each file in its directory.
+        sizes: the size in bytes of each file in the checkpoint's directory.
+
+    Returns:
+        The description, or None if all sizes are as in the manifest.
     """
     for file in manifest.files:
         if file.name not in sizes:
@@ -246,8 +249,8 @@ def select_checkpoints(
     """Decide which checkpoints are kept.
 
     Nothing is deleted until one checkpoint is verified, and the newest verified one is kept.
-    Unreadable checkpoints are kept, because they may be intact, and so are corrupt ones that are
-    newer than all verified ones. Neither count as one of the newest.
+    Unreadable checkpoints are kept, because they may be intact. Corrupt ones are kept if they are
+    newer than all verified ones. Unreadable and corrupt checkpoints do not count for `keep_last`.
 
     Args:
         integrity: the integrity of each step's checkpoint.
@@ -279,7 +282,7 @@ def select_checkpoints(
 
 @attrs.frozen
 class CheckpointEntry:
-    """A step's directory: a checkpoint, or the reason why it is none."""
+    """The checkpoint in a step's directory, or the reason why it cannot be used."""
 
     step: int
     manifest: Manifest | None  # None if the checkpoint is corrupt or cannot be read
@@ -289,7 +292,7 @@ class CheckpointEntry:
 
     @property
     def problem(self) -> str:
-        """The problem as the end of an error message."""
+        """The end of an error message about this checkpoint, such as `is corrupt: ...`."""
         kind = "cannot be read" if self.is_unreadable else "is corrupt"
         return f"{kind}: {self.corruption}"
 
@@ -321,7 +324,7 @@ class CheckpointCatalog:
         return [entry for step in newest_first if (entry := self.read_entry(step))]
 
     def read_entry(self, step: int) -> CheckpointEntry | None:
-        """Return the checkpoint of a step, or None if there is none."""
+        """Return the entry of a step, even if it is corrupt, or None if it has no manifest."""
         folder = folder_of(step)
         try:
             data = self.storage.read(f"{folder}/{MANIFEST_NAME}")
@@ -346,9 +349,10 @@ class CheckpointCatalog:
         return CheckpointEntry(step, shown, mismatch or "", is_pinned=manifest.is_pinned)
 
     def committed_file_names(self, step: int) -> set[str] | None:
-        """Return the names of a step's manifest and of the files that it names.
+        """Return the names of a step's manifest and of the files that the manifest names.
 
-        Empty if there is no manifest, and None if it cannot be read.
+        The set is empty if there is no manifest. The result is None if the manifest is corrupt or
+        cannot be read.
         """
         try:
             data = self.storage.read(f"{folder_of(step)}/{MANIFEST_NAME}")
@@ -369,7 +373,7 @@ class CheckpointCatalog:
         self._integrity[manifest.step] = (manifest, integrity)
 
     def integrity(self, manifest: Manifest) -> Integrity:
-        """Return what is known about the bytes of a checkpoint."""
+        """Return the integrity that is recorded for this manifest, or UNKNOWN if none is."""
         known, integrity = self._integrity.get(manifest.step, (None, Integrity.UNKNOWN))
         return integrity if known == manifest else Integrity.UNKNOWN
 
@@ -382,22 +386,25 @@ class CheckpointCatalog:
         """
         if self.integrity(manifest) is not Integrity.VERIFIED:
             if reason := self.find_corruption(manifest):
-                raise self._corrupt(manifest, reason)
+                raise self._mark_corrupt(manifest, reason)
             self.record_integrity(manifest, Integrity.VERIFIED)
         return manifest.step
 
     def check_file(self, manifest: Manifest, number: int) -> None:
-        """Verify one data file. Raises what `check` raises."""
+        """Verify every byte of one data file, even if it was verified before. Raise as `check`."""
         reason = self._find_implausible_size(manifest, number)
         if reason := reason or self._find_file_corruption(manifest, number, None):
-            raise self._corrupt(manifest, reason)
+            raise self._mark_corrupt(manifest, reason)
 
     def find_corruption(self, manifest: Manifest, on_chunk: OnChunk = ignore_chunk) -> str | None:
-        """Read every byte of a checkpoint. Return what is corrupt, or None.
+        """Read every byte of a checkpoint, up to the first corrupt file. Describe the corruption.
 
         Args:
             manifest: the manifest of the checkpoint.
             on_chunk: receives each chunk that was read.
+
+        Returns:
+            A description of the corruption, or None if the checkpoint is intact.
 
         Raises:
             CheckpointUnreadableError: the checkpoint cannot be read.
@@ -411,7 +418,7 @@ class CheckpointCatalog:
         """Verify checkpoints from the newest on, until one is intact.
 
         Returns:
-            The steps that could not be read.
+            The steps whose data files could not be read.
         """
         unreadable = set()
         for entry in self.list_entries():
@@ -427,7 +434,10 @@ class CheckpointCatalog:
         return unreadable
 
     def verified(self, entry: CheckpointEntry, on_chunk: OnChunk = ignore_chunk) -> CheckpointEntry:
-        """Return the entry with the corruption that reading every byte finds."""
+        """Read every byte of a checkpoint, and return its entry with the problem that was found.
+
+        An entry without a manifest is returned unchanged.
+        """
         if entry.manifest is None:
             return entry
         try:
@@ -456,7 +466,7 @@ class CheckpointCatalog:
             CheckpointUnreadableError: the file cannot be read.
         """
         if reason := self._find_implausible_size(manifest, number):
-            raise self._corrupt(manifest, reason)
+            raise self._mark_corrupt(manifest, reason)
         size = manifest.files[number].size
         try:
             memory = new_memory(max(1, size))
@@ -467,7 +477,7 @@ class CheckpointCatalog:
                 f"{what} needs {size} bytes of memory: {error}"
             ) from error
         if reason := self._find_file_corruption(manifest, number, memoryview(memory)):
-            raise self._corrupt(manifest, reason)
+            raise self._mark_corrupt(manifest, reason)
         if len(manifest.files) == 1:
             self.record_integrity(manifest, Integrity.VERIFIED)
         return memory
@@ -486,13 +496,13 @@ class CheckpointCatalog:
                 access = mmap.PROT_READ | mmap.PROT_WRITE
                 return mmap.mmap(opened.fileno(), file.size, mmap.MAP_PRIVATE, access)
         except (FileNotFoundError, ValueError) as error:
-            raise self._corrupt(manifest, f"{file.name}: {error}") from error
+            raise self._mark_corrupt(manifest, f"{file.name}: {error}") from error
 
     def read_header(self, manifest: Manifest, number: int = 0) -> bytes:
-        """Return the bytes of a data file before its tensors' elements, not verified.
+        """Return the encoded header of a data file, which is not verified.
 
         Raises:
-            CheckpointCorruptError: the file is missing.
+            CheckpointCorruptError: the file is missing, or does not begin like a pack.
             CheckpointUnreadableError: the file cannot be read.
         """
         _, size = read_size(self._read_start(manifest, number, PREFIX_BYTES))
@@ -506,17 +516,21 @@ class CheckpointCatalog:
             with self._translate_read_errors(manifest):
                 count = self.storage.read_into(_path(manifest, number), memoryview(buffer))
         except FileNotFoundError:
-            raise self._corrupt(manifest, f"{file.name} is missing") from None
+            raise self._mark_corrupt(manifest, f"{file.name} is missing") from None
         return bytes(buffer[:count])
 
-    def _corrupt(self, manifest: Manifest, reason: str) -> CheckpointCorruptError:
+    def _mark_corrupt(self, manifest: Manifest, reason: str) -> CheckpointCorruptError:
+        """Record that a checkpoint is corrupt, and return the error for the caller to raise."""
         self.record_integrity(manifest, Integrity.CORRUPT)
         return CheckpointCorruptError(f"{self.describe(manifest.step)} is corrupt: {reason}")
 
     def _find_implausible_size(self, manifest: Manifest, number: int) -> str | None:
-        """Compare the size of a large file with the size in its header. Return a difference.
+        """Compare the size of a file in the manifest with the size in the file's header.
 
-        So no memory is allocated for, and no hour spent on, a file that was extended by mistake.
+        This saves memory and time if a file was extended by mistake. A small file is not compared.
+
+        Returns:
+            A description of the difference, or None if there is none.
         """
         file = manifest.files[number]
         if file.size <= SEGMENT_BYTES:
@@ -577,13 +591,15 @@ class CheckpointCatalog:
         return None
 
     def _use_first(self, entries: Iterable[CheckpointEntry], use: Callable[[Manifest], T]) -> T:
-        """Return the result of `use` for the first checkpoint for which it does not raise.
+        """Return the result of `use` for the first checkpoint that is not corrupt.
+
+        A checkpoint is skipped if it is corrupt or `use` raises a CheckpointError for it.
 
         Raises:
             FileNotFoundError: there is no checkpoint.
-            CheckpointCorruptError: `use` raised for all of them.
-            CheckpointUnreadableError: a checkpoint cannot be read. It may be intact, so older ones
-            are not tried.
+            CheckpointCorruptError: all checkpoints were skipped.
+            CheckpointUnreadableError: a checkpoint cannot be read. It may be intact, so the
+                checkpoints after it in `entries` are not tried.
         """
         self.skipped = {}
         for entry in entries:
@@ -651,7 +667,7 @@ def find_difference(
         on_chunk: receives each chunk that was read.
 
     Returns:
-        The difference, or None if there is none.
+        A description of the difference, or None if there is none.
     """
     count, checksum = read_with_checksum(
         read, file.size, into, max_threads=max_threads, on_chunk=on_chunk

@@ -36,7 +36,7 @@ _T = TypeVar("_T")
 
 @attrs.frozen
 class RankError:
-    """An exception that was raised on one rank, as every rank knows it."""
+    """The description of an exception on one rank, which all ranks receive."""
 
     message: str
     is_mismatch: bool = False  # the saved state does not match the state of the script
@@ -72,7 +72,7 @@ class Transfer:
         return self.tensor.numel() * self.dtype.itemsize
 
     def copy(self, buffer: torch.Tensor) -> None:
-        """Copy the elements from the tensor to the bytes of the buffer, or back if received."""
+        """Copy from the tensor to `buffer` if this rank sends, else from `buffer` to the tensor."""
         elements = buffer.view(self.dtype).view(self.tensor.shape)
         if self.is_send:
             elements.copy_(self.tensor)
@@ -83,7 +83,7 @@ class Transfer:
 class PeerGroup:
     """The ranks of a process group that transfers CPU tensors, or this process alone.
 
-    A peer that was lost is reported by torch's RuntimeError, at the latest after the group's
+    If a peer is lost, torch raises RuntimeError in the methods, at the latest after the group's
     timeout. Not thread-safe.
     """
 
@@ -108,7 +108,7 @@ class PeerGroup:
     # -- results and errors -----------------------------------------------------------------------
 
     def all_gather_errors(self, error: Exception | None) -> RankErrors:
-        """Return the error of each rank."""
+        """Send this rank's error to all ranks, and return the errors of all ranks."""
         row = attrs.astuple(RankError.of(error)) if error else None
         return [RankError(*row) if row else None for row in self.all_gather_json(row)]
 
@@ -135,8 +135,10 @@ class PeerGroup:
             failure: what a rank failed to do, as in `run_on_all`.
 
         Raises:
-            CheckpointError: the action failed on another rank, or a rank was lost. The exception of
-                this rank's own action is raised as it is.
+            StateMismatchError: the action raised it on another rank.
+            CheckpointError: the action raised any other exception on another rank, or a rank was
+                lost.
+            Exception: the exception of this rank's own action is raised unchanged.
         """
         result, error = capture_exception(action)
         row = attrs.astuple(RankError.of(error)) if error else None
@@ -160,7 +162,7 @@ class PeerGroup:
             step: the step of the state, for messages.
             pack: the pack on the sender; ignored on other ranks.
             sender: the rank that has the pack.
-            receivers: the ranks that need it. All other ranks take part without keeping it.
+            receivers: the ranks that need the pack. All other ranks take part and discard it.
 
         Returns:
             The pack on the sender and on receivers, else None.
@@ -184,7 +186,10 @@ class PeerGroup:
         return memory
 
     def _broadcast_chunks(self, memory: memoryview | None, size: int, sender: int) -> int:
-        """Broadcast `size` bytes, and return their CRC-32. Without memory they are discarded."""
+        """Send `memory`, or receive `size` bytes into it. Return the CRC-32 of the bytes.
+
+        A rank without memory receives the bytes and discards them.
+        """
         if self.group is None:
             raise CheckpointError("there is no rank to send to: this process has no process group")
         source = dist.get_global_rank(self.group, sender)
@@ -219,13 +224,13 @@ class PeerGroup:
     def exchange(self, step: int, transfers: Iterable[Transfer]) -> None:
         """Send and receive elements, a few transfers at a time.
 
-        All ranks order the transfers between any two of them alike. So the first transfer that is
-        not finished is under way on both of its ranks, and no rank waits forever. A transfer that
-        cannot be copied does not stop the others.
+        All ranks take their transfers from one common order. So the first unfinished transfer in
+        this order is under way on both of its ranks, and no rank waits forever. If the elements of
+        a transfer cannot be copied, the other transfers continue.
 
         Args:
             step: the step of the state, for messages.
-            transfers: the transfers of this rank.
+            transfers: the transfers of this rank, in the common order.
 
         Raises:
             CheckpointError: a rank could not copy a transfer; on all ranks.
@@ -304,7 +309,9 @@ def capture_exception(action: Callable[[], _T]) -> tuple[_T | None, Exception | 
 
 
 def raise_first_error(errors: RankErrors, failure: str, cause: Exception | None = None) -> None:
-    """Raise the error of the lowest rank that failed, with the same message on all ranks.
+    """Raise the error of the lowest rank that failed, or do nothing if no rank failed.
+
+    The message is the same on all ranks.
 
     Args:
         errors: the errors of all ranks.

@@ -93,17 +93,17 @@ class WriterIdentity:
 
     @property
     def launch_key(self) -> str:
-        """The launch, unique among the launches of all runs."""
+        """The identity of the launch, which is unique among the launches of all runs."""
         return f"{self.run_id}/{self.incarnation}"
 
     def has_same_generation(self, other: WriterIdentity) -> bool:
-        """Return whether both belong to one generation of one launch."""
+        """Return whether both writers belong to the same generation of the same launch."""
         return (self.launch_key, self.generation) == (other.launch_key, other.generation)
 
 
 @attrs.frozen
 class Fence:
-    """The right to commit to a directory."""
+    """The writer that may commit to a directory, and the launches that may not any more."""
 
     holder: WriterIdentity
     # Launches that lost the fence to a newer launch. A later generation of such a launch must not
@@ -114,12 +114,12 @@ class Fence:
 def acquire_fence(
     fence: Fence | None, writer: WriterIdentity, *, allow_concurrent_writer: bool = False
 ) -> Fence | str:
-    """Give the fence to a writer, unless a newer writer has it.
+    """Return the fence after a writer has requested it. A newer writer keeps the fence.
 
     Args:
-        fence: the present one, or None if there is none.
+        fence: the present fence, or None if the directory has none.
         writer: the writer that requests the fence.
-        allow_concurrent_writer: do not take the fence from a writer of the same generation.
+        allow_concurrent_writer: return the present fence if its holder is of the same generation.
 
     Returns:
         The new fence, or the reason why the writer does not get it.
@@ -144,9 +144,10 @@ def commit_denied_reason(
     """Return why a writer must not commit, or an empty string if it may.
 
     Args:
-        fence: the present one. None denies the commit, because the writer's fence was deleted.
+        fence: the present fence. None denies the commit, because the writer's fence was deleted.
         writer: the writer that wants to commit, and has acquired the fence before.
-        allow_concurrent_writer: permit it while a writer of the same generation has the fence.
+        allow_concurrent_writer: permit the commit also if another writer of the same generation has
+            the fence.
     """
     if fence is None:
         return f"its {FENCE_NAME} was deleted"
@@ -198,18 +199,20 @@ def data_name(kind: str, token: str, number: int) -> str:
 
 
 def scratch_prefix(writer: WriterIdentity) -> str:
-    """Return how the names of the scratch directories of a generation's final save begin."""
+    """Return the prefix of the scratch directories of the final save of the writer's generation."""
     generation = f"{writer.launch_key}/{writer.generation}"
     return f"{_SCRATCH}{hashlib.sha256(generation.encode()).hexdigest()[:16]}"
 
 
 def orphaned_files(sizes: Mapping[str, int], named: Container[str], live_token: str) -> list[str]:
-    """Return the files of a step's directory that no manifest will name any more.
+    """Return the data files and temporary files in a directory that are not needed any more.
+
+    Files with other names are never returned.
 
     Args:
-        sizes: the bytes of each file in the directory.
-        named: the manifest, and the files that it names.
-        live_token: the token of a writer that may still commit its files, or ''.
+        sizes: the size in bytes of each file in the directory.
+        named: the name of the manifest, and the names of the files in the manifest.
+        live_token: the token of a writer that may still commit its data files, or ''.
     """
     orphans = []
     for name in sorted(sizes):
@@ -234,9 +237,9 @@ class NotWritableError(CheckpointError):
 class Committer:
     """Commits the checkpoints of one writer to one directory. Not thread-safe.
 
-    With `allow_concurrent_writer`, a writer of the same generation may still be running. Its fence
-    is not taken, because it finishes its saves and prunes. It can delete files of this writer
-    before they are committed.
+    With `allow_concurrent_writer`, another writer of the same generation may still be running. That
+    writer keeps the fence, finishes its saves, and prunes; this one does not prune after a commit.
+    The other writer can delete files of this writer before they are committed.
     """
 
     def __init__(
@@ -257,6 +260,8 @@ class Committer:
 
     def claim(self) -> None:
         """Acquire the fence, and delete the files of interrupted saves. Later calls do nothing.
+
+        Nothing is deleted if a concurrent writer keeps the fence (see `allow_concurrent_writer`).
 
         Raises:
             CheckpointFencedError: a newer writer has the fence.
@@ -279,7 +284,7 @@ class Committer:
             self._has_fence = True
 
     def write(self, step: int, name: str, data: memoryview) -> DataFile:
-        """Write a data file of a step durably. It belongs to a checkpoint once it is committed.
+        """Write a data file of a step durably. `commit` makes the file part of a checkpoint.
 
         Raises:
             CheckpointError: the disk failed.
@@ -297,7 +302,9 @@ class Committer:
         world_size: int = 0,
         is_pinned: bool = False,
     ) -> None:
-        """Make written files the checkpoint of a step, and prune older checkpoints.
+        """Make written files the checkpoint of a step, and prune by the retention rule.
+
+        With `allow_concurrent_writer`, nothing is pruned.
 
         Args:
             step: the step. A checkpoint of the same step is replaced.
@@ -344,7 +351,11 @@ class Committer:
                     self._delete_orphans(self._select(just_written=step).deleted)
 
     def discard(self, step: int, name: str) -> None:
-        """Delete a data file of a save that failed. An error of the disk is only logged."""
+        """Delete a data file of a save that failed, unless the manifest names it or is unreadable.
+
+        An empty directory is deleted, too, unless a concurrent writer may use it. An error of the
+        disk is only logged.
+        """
         folder = folder_of(step)
         try:
             # If the commit failed after the rename of the manifest, the checkpoint exists.
@@ -368,11 +379,11 @@ class Committer:
         """
         with self._translate_errors("could not be pruned"):
             with self._storage.lock():
-                self._concurrent_live_token()
+                self._check_may_prune()
             # The verification can take long, so the job that writes here must not wait for it.
             unreadable = self._catalog.verify_until_intact()
             with self._storage.lock():
-                live_token = self._concurrent_live_token()
+                live_token = self._check_may_prune()
                 selection = self._select(unreadable=unreadable)
                 for error in self._delete_orphans(selection.deleted, live_token):
                     raise error
@@ -387,8 +398,10 @@ class Committer:
         holder = fence.holder if fence else writer
         return holder.launch_key == writer.launch_key and holder.generation > writer.generation
 
-    def _concurrent_live_token(self) -> str:
-        """Return the token of another writer that may still commit its files, or ''.
+    def _check_may_prune(self) -> str:
+        """Check that this writer may prune, and return the token of another fence holder or ''.
+
+        The other holder may still commit its data files, so these must not be deleted.
 
         Raises:
             CheckpointFencedError: this writer must not prune.
@@ -406,10 +419,12 @@ class Committer:
     def _delete_orphans(
         self, steps_to_delete: Container[int] = (), live_token: str = ""
     ) -> list[Exception]:
-        """Delete orphaned files, and the checkpoints of some steps.
+        """Delete orphaned files, old scratch directories, and the checkpoints of some steps.
+
+        An error does not prevent the other deletions.
 
         Returns:
-            The errors of `steps_to_delete`. All other files are deleted in spite of them.
+            The errors in the directories of `steps_to_delete`. All other errors are only logged.
         """
         errors: list[Exception] = []
         for name in orphaned_files(self._storage.list_files(""), (), ""):
@@ -425,19 +440,21 @@ class Committer:
                     self._storage.remove_folder(folder)
             if step is not None:
                 with self._log_delete_errors(errors if step in steps_to_delete else None):
-                    self._clean_folder(step, live_token, delete=step in steps_to_delete)
+                    self._delete_step_files(
+                        step, live_token, with_checkpoint=step in steps_to_delete
+                    )
         return errors
 
-    def _clean_folder(self, step: int, live_token: str, *, delete: bool) -> None:
-        """Delete the orphaned files of a step, or also its checkpoint."""
+    def _delete_step_files(self, step: int, live_token: str, *, with_checkpoint: bool) -> None:
+        """Delete the orphaned files of a step, and also its checkpoint if `with_checkpoint`."""
         folder, named = folder_of(step), self._catalog.committed_file_names(step)
-        if delete:
+        if with_checkpoint:
             self._storage.remove(f"{folder}/{MANIFEST_NAME}")
         elif named is None:
             return
         named, sizes = named or set(), self._storage.list_files(folder)
-        names = orphaned_files(sizes, () if delete else named, live_token)
-        if delete:
+        names = orphaned_files(sizes, () if with_checkpoint else named, live_token)
+        if with_checkpoint:
             names += [name for name in orphaned_files(sizes, names, "") if name in named]
         for name in names:
             self._storage.remove(f"{folder}/{name}")
@@ -471,7 +488,10 @@ class Committer:
 
     @contextlib.contextmanager
     def _log_delete_errors(self, errors: list[Exception] | None = None) -> Iterator[None]:
-        """Log an error of a deletion once and continue, because the save itself has succeeded."""
+        """Suppress an error of the block: log it once, and add it to `errors`.
+
+        A failed deletion must not fail a save that has succeeded.
+        """
         try:
             yield
         except (CheckpointError, OSError) as error:
@@ -483,7 +503,7 @@ class Committer:
 
     @contextlib.contextmanager
     def _translate_errors(self, what: str) -> Iterator[None]:
-        """Raise an error of the storage as a CheckpointError that names the operation."""
+        """Raise an OSError of the block as a CheckpointError, or a subclass that fits its errno."""
         try:
             yield
         except OSError as error:
@@ -498,7 +518,7 @@ class Committer:
 class RankWriters:
     """The ranks that write a save together: only this rank, or all ranks of a process group.
 
-    The ranks of a group create it at the same time, and call `write` in the same order.
+    All ranks of a group create this object together, and call `write` in the same order.
 
     Args:
         committer: commits the files, on rank 0.
@@ -546,7 +566,7 @@ class RankWriters:
     def _run_on_all(
         self, step: int, act: Callable[[], DataFile | None] | None
     ) -> tuple[DataFile, ...]:
-        """Run each rank's action. Return the files of all ranks, or raise on all of them."""
+        """Run `act` on each rank that has one. Return the files of all ranks, or raise on all."""
 
         def run() -> tuple[str, int, int] | None:
             file = act() if act else None

@@ -126,7 +126,7 @@ class Timeouts:
 
 @attrs.define
 class SnapshotSet:
-    """The snapshots of one name in an agent's memory."""
+    """The snapshots of one name in an agent's memory. Each CheckpointManager has its own name."""
 
     newest: SnapshotHeader
     offers: list[PartOffer] = attrs.field(factory=list)  # newest first, local before replicas
@@ -150,7 +150,10 @@ def state_of(header: SnapshotHeader) -> SnapshotState:
 
 
 def snapshot_sets(memory: Path) -> list[SnapshotSet]:
-    """Return the snapshots in an agent's memory that have a checkpoint directory."""
+    """Return the valid snapshots in an agent's memory, one set for each name.
+
+    Snapshots without a checkpoint directory are left out. An unreadable part is skipped.
+    """
     sets: dict[str, SnapshotSet] = {}
     refs = [ref for ref in valid_snapshots(list_snapshots(memory)) if ref.header.folder]
     for ref in sorted(refs, key=lambda ref: state_of(ref.header), reverse=True):
@@ -207,13 +210,13 @@ class SetSaver:
         return len(self.exchange.read()) > 1
 
     def run(self) -> str:
-        """Return an error message about what was not written, or an empty string."""
+        """Write the snapshots. Return an error message, or an empty string if nothing is lost."""
         self._started_at = monotonic()
         is_over, problem = threading.Event(), ""
         renewing = daemon_thread(lambda: self._renew(is_over), "agent-final-save-renew")
         renewing.start()
         try:
-            problem = self._work()
+            problem = self._act_until_finished()
         finally:
             is_over.set()
             renewing.join()
@@ -231,11 +234,11 @@ class SetSaver:
             with contextlib.suppress(OSError):
                 self.exchange.publish()
 
-    def _work(self) -> str:
-        """Do one task after the other. Return why the snapshots were not written, if so."""
+    def _act_until_finished(self) -> str:
+        """Do one action after another. Return why the snapshots were not written, or ''."""
         while not self.stop.is_set():
             try:
-                end = self._step()
+                end = self._do_next_action()
             except (CheckpointError, OSError) as error:
                 end = self._handle_error(error)
             if end is not None:
@@ -243,8 +246,8 @@ class SetSaver:
                 return end.problem
         return ""
 
-    def _step(self) -> Finish | None:
-        """Do what is to be done next. Return the end of the final save, or None before it."""
+    def _do_next_action(self) -> Finish | None:
+        """Do one action, such as a task or a pause. Return the result at the end, else None."""
         if not self._has_joined and self._is_saved(self.snapshots.state):
             self._publish_existing_checkpoint()
             return Finish()
@@ -262,13 +265,20 @@ class SetSaver:
             return action
         if action is None:
             self.stop.wait(self.limits.poll_s)
-        elif self._start(action):
+        elif self._claim_task(action):
             self.exchange.publish(task=None, problem="", **self._perform(action))
             self._first_error_at = float("-inf")
         return None
 
     def _handle_error(self, error: Exception) -> Finish | None:
-        """Try again later. Or write nothing more, and wait for what the other agents can do."""
+        """Pause before the next attempt. After a lasting error, withdraw the parts of this agent.
+
+        An agent without parts still waits until the other agents have written the state.
+
+        Returns:
+            The end of the final save if the parts are withdrawn and errors have lasted for
+            `retry_s`, else None.
+        """
         now, problem = monotonic(), format_error(error)
         if now - max(self._first_error_at, self._last_error_at) > self.limits.retry_s:
             self._first_error_at = now
@@ -292,9 +302,10 @@ class SetSaver:
         return None
 
     def _publish_existing_checkpoint(self) -> None:
-        """Publish that the newest state here has a checkpoint.
+        """Publish that the newest state in this agent's memory has a checkpoint.
 
-        Other agents may hold parts of a newer state, and wait until all agents have reported.
+        Other agents may hold parts of a newer state, and wait until all agents have reported. An
+        unsharded state has no parts, so nothing is published for it.
         """
         state = self.snapshots.state
         if state.is_sharded:
@@ -307,7 +318,10 @@ class SetSaver:
         return False
 
     def _is_saved(self, state: SnapshotState) -> bool:
-        """Return whether a complete checkpoint of the state's step or of a later one exists."""
+        """Return whether an intact checkpoint of the state's step or of a later step exists.
+
+        A sharded checkpoint of the same step is not verified.
+        """
         steps = [step_of(name) for name in self.folder.storage.list_folders()]
         for step in sorted((s for s in steps if s is not None and s >= state.step), reverse=True):
             entry = self.folder.read_entry(step)
@@ -324,10 +338,9 @@ class SetSaver:
         return False
 
     def _read_verified_reports(self) -> dict[str, AgentReport]:
-        """Read the reports of all agents.
+        """Read the reports of all agents, without data files that do not exist any more.
 
-        The file of an offer is None if the storage does not have it with its size: another writer
-        may have deleted it.
+        Another writer may have deleted a file. The `file` of its offer is None in the result.
         """
         reports = self.exchange.read(self.limits.lost_s)
         steps = {o.state.step for report in reports.values() for o in report.offers if o.file}
@@ -344,6 +357,7 @@ class SetSaver:
         }
 
     def _decide(self) -> Task | Finish | None:
+        """Return `next_action` for the newest reports. Call `on_progress` if they show progress."""
         reports, waited_s = self._read_verified_reports(), monotonic() - self._started_at
         # An agent that is busy gives up by itself if it makes no progress.
         is_busy = any(report.task for other, report in reports.items() if other != self.agent)
@@ -359,8 +373,11 @@ class SetSaver:
             has_all_reports=has_all_reports or waited_s >= self.limits.peers_s,
         )
 
-    def _start(self, task: Task) -> bool:
-        """Publish the task. Return False if another agent has started it before."""
+    def _claim_task(self, task: Task) -> bool:
+        """Publish that this agent does the task. Return False if another task is next now.
+
+        For example, another agent may have started the task.
+        """
         reports = self.exchange.read(self.limits.lost_s).values()
         offers = [offer for report in reports if report.can_write for offer in report.offers]
         owners = [offer for offer in offers if task.is_for(offer) and not offer.is_replica]
@@ -378,9 +395,11 @@ class SetSaver:
     def _perform(self, task: Task) -> dict[str, Any]:
         """Do a task, unless the state has a checkpoint. Return the changes of this agent's report.
 
+        Nothing changes if another writer deleted a data file: then the file is written again.
+
         Raises:
             CheckpointError: The task failed.
-            OSError: The same.
+            OSError: The storage failed.
         """
         state, mine = task.state, self.exchange.mine
         is_saved = self._is_saved(state)
@@ -390,13 +409,13 @@ class SetSaver:
                     self._commit(state)
                 return {"committed": (*mine.committed, state)}
             [offer] = [offer for offer in mine.offers if task.is_for(offer)]
-            written = attrs.evolve(offer, file=self._write(task, offer.part))
+            written = attrs.evolve(offer, file=self._write_part(task, offer.part))
             return {"offers": (written, *(other for other in mine.offers if other != offer))}
         except FileDeletedError as error:
             log.info("writing step %d again: %s", state.step, error)
             return {}
 
-    def _write(self, task: Task, part: int) -> DataFile:
+    def _write_part(self, task: Task, part: int) -> DataFile:
         """Write the data file of a part durably."""
         if self._num_writes[task] == MAX_WRITES:
             raise CheckpointError(
@@ -413,7 +432,11 @@ class SetSaver:
         return file
 
     def _commit(self, state: SnapshotState) -> None:
-        """Commit a state whose shares are all written."""
+        """Commit a state whose shares are all written.
+
+        Raises:
+            FileDeletedError: a data file was deleted after it was written.
+        """
         offers = [
             o for r in self._read_verified_reports().values() for o in r.offers if o.state == state
         ]
@@ -428,7 +451,7 @@ class SetSaver:
 
 
 def _is_transient(error: Exception) -> bool:
-    """Return True for an error of the disk that may not occur again."""
+    """Return True for an error of the disk after which another attempt may succeed."""
     cause = error if isinstance(error, OSError) else error.__cause__
     return isinstance(cause, OSError) and cause.errno not in NOT_WRITABLE_ERRORS
 
@@ -466,11 +489,12 @@ class FinalSave:
         """Write the snapshots. Block until they are written, or there is no progress any more.
 
         Args:
-            cancel_reason: returns why the writing must end now, or an empty text. The caller calls
+            cancel_reason: returns why the writing must end now, or an empty text. This method calls
                 it several times per second.
 
         Returns:
-            An error message about what was not written, or an empty string if nothing is lost.
+            An error message about what was not written. It is empty if nothing is lost, or after a
+            call of `stop`.
         """
         # Nothing can interrupt a thread that writes to a disk that hangs.
         thread = daemon_thread(self._save_all, "agent-final-save")

@@ -79,7 +79,7 @@ def newest_complete(offers: Iterable[PartOffer], load_chunks: LoadChunks) -> Sav
     """Choose the newest state whose offered parts contain every element.
 
     Args:
-        offers: of all agents.
+        offers: the offers of all agents.
         load_chunks: called only for a state that lacks a part but may be complete all the same.
 
     Returns:
@@ -166,9 +166,9 @@ class AgentReport:
 
 
 def count_nodes(reports: Iterable[AgentReport]) -> int:
-    """Return how many nodes have reported.
+    """Return how many nodes have a report that is not withdrawn.
 
-    A node reports twice if it helped other nodes before its own run was over.
+    A node has two reports if it helped other nodes before its own run was over.
     """
     return len({report.node for report in reports if not report.is_withdrawn})
 
@@ -185,10 +185,10 @@ def next_action(
 
     Args:
         agent: the id of the agent.
-        reports: by agent id, its own included. Those of lost agents have `can_write=False`.
+        reports: the reports of all agents by agent id. Those of lost agents have `can_write=False`.
         load_chunks: see `newest_complete`.
-        is_settled: no agent will report within `settle_s` of the start.
-        has_all_reports: no agent will report any more.
+        is_settled: all agents have reported, or `settle_s` has passed since the start.
+        has_all_reports: all agents have reported, or `peers_s` has passed since the start.
 
     Returns:
         A task, the end of the final save, or None to wait for other agents.
@@ -229,11 +229,12 @@ def _next_task(
     *,
     is_settled: bool,
 ) -> Task | None:
+    """Return the share that this agent writes next, the commit, or None to wait for others."""
     written = {offer.share for offer in offers if offer.state == plan.state and offer.file}
     others = [report for other, report in writers.items() if other != agent]
     for offer in writers[agent].offers:
         task = Task(offer.state, offer.share)
-        if offer.state != plan.state or offer.share in written or _is_taken(task, others):
+        if offer.state != plan.state or offer.share in written or _is_task_of_any(task, others):
             continue
         # A replica is written only if no node whose workers made the part can write it.
         has_owner = any(task.is_for(o) and not o.is_replica for r in others for o in r.offers)
@@ -241,10 +242,10 @@ def _next_task(
             return task
     commit = Task(plan.state, COMMIT)
     is_complete = written.issuperset(plan.shares)
-    return commit if is_complete and not _is_taken(commit, others) else None
+    return commit if is_complete and not _is_task_of_any(commit, others) else None
 
 
-def _is_taken(task: Task, others: Iterable[AgentReport]) -> bool:
+def _is_task_of_any(task: Task, others: Iterable[AgentReport]) -> bool:
     return any(report.task == task for report in others)
 
 

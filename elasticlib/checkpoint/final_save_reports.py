@@ -57,7 +57,7 @@ class ReportExchange:
                 self._storage.remove(self._path(f"{self._agent}.{self._version - 1}"))
 
     def publish_chunks(self, chunks: Mapping[str, Sequence[TensorShard]]) -> None:
-        """Publish the chunks of this agent's parts by share. Raise OSError if the disk fails."""
+        """Publish the tensor shards of this agent's parts. Raise OSError if the disk fails."""
         self._chunks[self._agent] = chunks
         if self.num_agents > 1 and chunks:
             rows = {
@@ -67,11 +67,11 @@ class ReportExchange:
             self._storage.write(self._path(f"{self._agent}.chunks"), data)
 
     def read(self, lost_s: float = math.inf) -> dict[str, AgentReport]:
-        """Return the reports by agent, this agent's included.
+        """Read the newest reports, and return them and this agent's report by agent id.
 
         Args:
-            lost_s: the report of an agent that has not renewed it for so long is returned with
-                `can_write=False`, unless the agent has finished.
+            lost_s: a report that its agent has not renewed for so long is returned with
+                `can_write=False`, unless that agent has finished.
         """
         now = monotonic()
         for name in self._storage.list_files(self._directory) if self.num_agents > 1 else ():
@@ -91,7 +91,7 @@ class ReportExchange:
         return found
 
     def load_chunks(self, share: str) -> Sequence[TensorShard] | None:
-        """Return the chunks of a share as any agent has published them, or None."""
+        """Return the tensor shards of a share that an agent has published, or None if none has."""
         for agent, report in self.read().items():
             if all(offer.share != share for offer in report.offers):
                 continue
@@ -105,7 +105,9 @@ class ReportExchange:
         return None
 
     def finish(self, problem: str, *, is_withdrawn: bool = False) -> None:
-        """Publish that this agent has finished. The last agent deletes the directory.
+        """Publish that this agent has finished. The last agent deletes the scratch directory.
+
+        Nothing is published if no agent has published a report. Errors of the disk are ignored.
 
         Args:
             problem: why the snapshots were not written, or an empty string.

@@ -60,7 +60,7 @@ MAX_REMOTE_SAVES = 100  # The results of older saves of rank 0 that nothing wait
 
 @attrs.frozen
 class RankInfo:
-    """This process among the ranks that share the state."""
+    """The position of this process among the ranks that share the state."""
 
     rank: int
     local_rank: int  # among the ranks of this node
@@ -224,14 +224,14 @@ class CheckpointManager:
         try:
             return self._copying.run(partial(self._save, call))
         except CallRejectedError:
-            error = self._rejection(f"step {step} was not saved")
+            error = self._concurrent_call_error(f"step {step} was not saved")
             self._results.publish(self._results.next_number(), step, error)
             raise error from None
         finally:
             self.last_stall_s = monotonic() - started_at
 
-    def _rejection(self, what: str) -> CheckpointError:
-        """Return the error of a call during another call."""
+    def _concurrent_call_error(self, what: str) -> CheckpointError:
+        """Return the error for a call that is made while another call copies a state."""
         return CheckpointError(
             f"{what}: another call of save() or snapshot() of the CheckpointManager of "
             f"{self._name} is still copying a state. From a signal handler, set a flag, and save "
@@ -242,7 +242,7 @@ class CheckpointManager:
         try:
             return self._copying.run(act)
         except CallRejectedError:
-            raise self._rejection(what) from None
+            raise self._concurrent_call_error(what) from None
 
     def _save(self, call: _SaveCall) -> SaveHandle:
         results, last_save, number = self._results, self._last_save, 0
@@ -251,7 +251,7 @@ class CheckpointManager:
             number = results.next_number()
             if call.may_skip and self._is_skip_agreed(number, call.step):
                 if call.is_snapshot:
-                    self._keep(call.step, flatten(call.state, reject_state_dicts=True))
+                    self._keep_snapshot(call.step, flatten(call.state, reject_state_dicts=True))
                 return SkippedSave(call.step)
             return self._start_save(call, number)
         except BaseException as error:
@@ -277,7 +277,7 @@ class CheckpointManager:
         if not call.is_snapshot:
             self._check_last_save()
         flat = flatten(call.state, reject_state_dicts=True)
-        kept = self._keep(step, flat) if call.is_snapshot else None
+        kept = self._keep_snapshot(step, flat) if call.is_snapshot else None
         self._check_last_save()
         if not flat.shards and not self.is_writer:
             remote = RemoteSave(step, number, self._results, self._catalog)
@@ -312,13 +312,16 @@ class CheckpointManager:
         writers: RankWriters,
         kept: tuple[PackImage, MappedSlot] | None,
     ) -> tuple[PackImage, MappedSlot]:
-        """Return the pack for the disk and the slot of its copy, which is the snapshot's if it can.
+        """Copy the state to a slot, unless the copy of its snapshot can be written to the disk.
 
         Args:
             step: the step.
             flat: the state.
-            writers: the ranks that write it.
+            writers: the ranks that write the state.
             kept: the pack and the slot of the snapshot of this step, if there is one.
+
+        Returns:
+            The pack to write to the disk, and the slot that contains its copy.
         """
         if flat.shards:
             has_rest = writers.rank == 0
@@ -338,7 +341,15 @@ class CheckpointManager:
         committer: Committer,
         started: tuple[int, float],
     ) -> None:
-        """Write a save in the writer thread, with the objects of the group in which it started."""
+        """Write a checkpoint and publish the result. This runs in the writer thread.
+
+        Args:
+            write: writes and commits the checkpoint.
+            publish: publishes the result, given the error if there is one.
+            committer: the committer that `write` uses. `self._committer` may be another one by now,
+                because the process group has changed.
+            started: the step, and the start of the call of `save` by `monotonic`.
+        """
         step, started_at = started
         try:
             write()
@@ -384,14 +395,14 @@ class CheckpointManager:
             return False
 
         def keep() -> bool:
-            return self._keep(step, flatten(state, reject_state_dicts=True)) is not None
+            return self._keep_snapshot(step, flatten(state, reject_state_dicts=True)) is not None
 
         is_kept = self._run_exclusively(f"step {step} is not kept", keep)
         if is_kept:
             self.last_stall_s = monotonic() - started_at
         return is_kept
 
-    def _keep(self, step: int, flat: FlatState) -> tuple[PackImage, MappedSlot] | None:
+    def _keep_snapshot(self, step: int, flat: FlatState) -> tuple[PackImage, MappedSlot] | None:
         """Keep a snapshot. Return its pack and its slot, or None if this rank keeps none."""
         kept = None if self._snapshots is None else self._snapshots.keep_state(step, flat)
         if kept is not None:
@@ -424,9 +435,10 @@ class CheckpointManager:
         self._remote_saves.clear()
 
     def on_state_broadcast(self, step: int, state: dict[str, Any], source: int) -> None:
-        """Adapt to a state that all ranks have received.
+        """Adapt this rank's snapshots to a state that all ranks have received.
 
-        Snapshots of later steps become invalid. A node without a snapshot of the step keeps one.
+        Snapshots of later steps from earlier attempts are freed. A node without a snapshot of the
+        step keeps one.
 
         Args:
             step: the step of the state.
@@ -463,7 +475,8 @@ class CheckpointManager:
     def wait(self, timeout: float | None = None) -> None:
         """Wait until all saves of this manager are durable, whichever rank writes them.
 
-        Then `steps` returns them on all ranks. Ranks may call this independently of each other.
+        Then `steps` finds their checkpoints on all ranks. Ranks may call this independently of each
+        other.
 
         Args:
             timeout: seconds; the default is that of `SaveHandle.wait`.
@@ -612,7 +625,7 @@ class CheckpointManager:
         agreed = restore_from(sources, names, self._group, node=node, **options)
         result = RestoreResult(agreed.step, agreed.source, agreed.skipped)
         if step is not None and not result:
-            raise self._not_restored(step, result, sources)
+            raise self._missing_step_error(step, result, sources)
         if snapshots is not None:
             self._run_exclusively(
                 f"step {agreed.step} is not kept",
@@ -623,7 +636,7 @@ class CheckpointManager:
             context().report_restored(result.step, source=result.source, seconds=seconds)
         return result
 
-    def _not_restored(
+    def _missing_step_error(
         self, step: int, result: RestoreResult, sources: Sequence[StateSource]
     ) -> Exception:
         """Return the error for a given step that was not restored."""
@@ -707,7 +720,7 @@ class CheckpointManager:
         """Delete the checkpoints that the retention rule does not keep, if this rank writes.
 
         Returns:
-            The steps that were kept and deleted.
+            The steps that were kept and deleted. Both are empty on a rank that does not write.
 
         Raises:
             CheckpointFencedError: a newer generation or launch has the directory.

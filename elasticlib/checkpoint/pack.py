@@ -152,8 +152,9 @@ class PackImage:
 class LayoutCache:
     """The last two layouts, which are reused while the structure of the state is the same.
 
-    Two, because a save of a rank's part may need another layout than a snapshot of it. Not
-    thread-safe. An exception of a signal handler may interrupt a method at any line.
+    There are two, because a save of a rank's part may need another layout than a snapshot of the
+    part. Not thread-safe. If an exception of a signal handler interrupts a method at any line, the
+    cache can still be used.
     """
 
     def __init__(self) -> None:
@@ -192,7 +193,7 @@ class LayoutCache:
                 header = encode_header(text, layout.tree, layout.start, layout.size - layout.start)
                 if header is not None:
                     return PackImage(layout, header, [tensors[at] for at in layout.stored])
-        layout = _plan(tensors, key, text, shards)
+        layout = _build_layout(tensors, key, text, shards)
         header = encode_header(text, layout.tree, layout.start, layout.size - layout.start)
         header = require_not_none(header, "room for the values")
         self._last = [layout, *self._last[:1]]
@@ -232,9 +233,9 @@ def _are_equal(key: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 
 
 def _alias_groups(tensors: list[torch.Tensor], forms: list[_TensorKey]) -> list[int] | None:
-    """Return the position of the first tensor that is the same memory as each tensor.
+    """Return, for each tensor, the position of the first tensor with the same memory and form.
 
-    None means that all tensors are different memory, as is nearly always the case.
+    Return None if no two tensors begin at the same address, as is nearly always the case.
     """
     pointers = [tensor.data_ptr() for tensor in tensors]
     if len({*pointers}) == len(pointers):
@@ -248,12 +249,13 @@ def _alias_groups(tensors: list[torch.Tensor], forms: list[_TensorKey]) -> list[
     return groups
 
 
-def _plan(
+def _build_layout(
     tensors: list[torch.Tensor],
     key: tuple[Any, ...],
     values: str,
     shards: Shards | None,
 ) -> PackLayout:
+    """Compute the layout of a pack with room for `values`; see `LayoutCache.plan` for `key`."""
     structure, _, groups, _ = key
     groups = list(range(len(tensors))) if groups is None else groups
     unique = [at for at, first in enumerate(groups) if first == at]
@@ -307,7 +309,8 @@ def _entry_and_row(
 ) -> tuple[tuple[str, Any], Any]:
     """Return the entry's dtype and shape, and the row that describes the tensor in the tree.
 
-    The row of a plain tensor on the CPU is the number of its entry.
+    An entry of plain bytes has `_STORAGE` as its dtype and no shape. The row of a plain tensor on
+    the CPU is the number of its entry.
     """
     if array is not None:
         dtype, shape, order = array
@@ -323,7 +326,7 @@ def _entry_and_row(
 
 
 def _unique_names(paths: list[StatePath]) -> list[str]:
-    """Return the names of tensors.
+    """Return the name of each tensor in the pack, given its path in the state.
 
     Raises:
         CheckpointError: Two paths have the same name.
@@ -361,7 +364,7 @@ def _check_tensor(path: StatePath, tensor: torch.Tensor) -> None:
 
 
 def _reject_tensors(flat: FlatState, tensors: list[torch.Tensor], shards: Shards | None) -> None:
-    """Raise the error of the first tensor that has no strides or no memory, if there is one."""
+    """Raise CheckpointError for the first tensor that cannot be saved, if there is one."""
     paths: list[StatePath] = []
     if shards is None or shards.has_rest:
         paths = encode_structure(flat.structure, range(len(flat.tensors))).paths
@@ -413,7 +416,7 @@ def unpack_part(
     if len(pack) < header.size:
         raise CheckpointCorruptError(f"the pack has {header.size} bytes, got {len(pack)}")
     data = pack[header.start : header.size]
-    with _decoding("list of tensors"):
+    with _translate_decoding_errors("list of tensors"):
         stored = [_stored_tensor(data, row, header) for row in header.tree["tensors"]]
         numbers = header.tree.get("shards", [])
         shards = [stored[number][0] for number in numbers if number >= 0]
@@ -422,7 +425,7 @@ def unpack_part(
         relocated(tensor.clone() if copy else tensor, location, map_location)
         for tensor, location in stored
     ]
-    with _decoding("tree"):
+    with _translate_decoding_errors("tree"):
         if "tree" not in header.tree:
             return PartContents(None, (), False, shards)
         state = unflatten(header.tree["tree"], header.values, tensors)
@@ -431,8 +434,8 @@ def unpack_part(
 
 
 @contextlib.contextmanager
-def _decoding(what: str) -> Iterator[None]:
-    """Report JSON that this version did not write as a corrupt pack."""
+def _translate_decoding_errors(what: str) -> Iterator[None]:
+    """Raise a decoding error of the block as a CheckpointCorruptError about the pack's `what`."""
     try:
         yield
     except _DECODING_ERRORS as error:

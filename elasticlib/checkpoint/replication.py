@@ -113,12 +113,12 @@ class ReplicaEndpoint:
         return hashlib.sha256(self.token.encode() + (secret or b"")).digest()
 
     def encode(self) -> bytes:
-        """Return the text that is published."""
+        """Return the endpoint as the JSON text that a node publishes."""
         return json.dumps(attrs.asdict(self)).encode()
 
 
 def decode_endpoint(data: bytes) -> ReplicaEndpoint | None:
-    """Return the endpoint that was published, or None if the text is not a valid one."""
+    """Decode the text of `ReplicaEndpoint.encode`. Return None if it is not a valid endpoint."""
     try:
         endpoint = read_fields(ReplicaEndpoint, read_json(data))
     except ValueError:
@@ -238,7 +238,7 @@ def receive_data(connection: socket.socket, view: memoryview) -> None:
 
 
 def send_reply(connection: socket.socket, reason: str) -> None:
-    """Send the reason why a snapshot is not stored, or an empty text."""
+    """Send the reason why a snapshot is not stored, or '' if it is accepted or was stored."""
     connection.sendall(reason.encode()[:REPLY_BYTES].ljust(REPLY_BYTES, b"\0"))
 
 
@@ -258,7 +258,7 @@ def _receive_into(connection: socket.socket, view: memoryview) -> None:
 
 
 def _set_timeout(connection: socket.socket, timeout_s: int) -> None:
-    """Limit the time of each call; 0 is no limit.
+    """Limit the time of each send and each receive on a connection; 0 is no limit.
 
     The limits of the kernel apply to a call with MSG_WAITALL as a whole. So a peer that sends a
     byte from time to time does not get more time.
@@ -296,7 +296,7 @@ class ReplicaReceiver:
         self._acceptor = daemon_thread(self._accept_connections, "agent-replicas-accept")
 
     def start(self, address: str) -> ReplicaEndpoint:
-        """Listen on a free port of `address`.
+        """Listen on a free port of `address`, and return the endpoint that senders need.
 
         Raises:
             OSError: `address` is not an address of this node.
@@ -343,6 +343,7 @@ class ReplicaReceiver:
             slots.close()
 
     def _admit(self, connection: socket.socket) -> None:
+        """Register a connection. Limit how many are in the handshake by closing the oldest."""
         with self._lock:
             self._connections[connection] = False
             pending = [c for c, is_known in self._connections.items() if not is_known]
@@ -368,6 +369,7 @@ class ReplicaReceiver:
             connection.close()
 
     def _receive_snapshot(self, connection: socket.socket, rank: int) -> None:
+        """Wait for a snapshot from the node `rank`, store it or refuse it, and send the replies."""
         _set_timeout(connection, 0)  # The next snapshot may be made at any time.
         header = decode_header(_receive(connection, HEADER_BYTES))
         if header is None:
@@ -386,7 +388,11 @@ class ReplicaReceiver:
         wake_agent(self._attempt_dir)
 
     def _slots_for(self, rank: int, header: SnapshotHeader) -> SnapshotSlots:
-        """Return the slots for snapshots of this kind, if there is memory for this one."""
+        """Return the slots for snapshots of this name and part from the node `rank`.
+
+        Raises:
+            CheckpointError: there is not enough memory for a snapshot with this header.
+        """
         kind = rank, (header.name, header.part)
         slots = self._slots.setdefault(kind, SnapshotSlots(self._attempt_dir, owner=str(rank)))
         slots.make_folder()
@@ -427,11 +433,14 @@ class ReplicaSender:
         self._thread.start()
 
     def wake(self) -> None:
-        """Look for a new snapshot."""
+        """Make the thread look for a new snapshot."""
         self._news.set()
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until the target has all snapshots, or cannot be reached at the moment."""
+        """Wait until the target has stored or refused the newest snapshots, or cannot be reached.
+
+        The wait also ends after `timeout_s`.
+        """
         self.wake()
         deadline = monotonic() + timeout_s
         while self._unsent() and not self._has_failed and monotonic() < deadline:
@@ -463,7 +472,7 @@ class ReplicaSender:
         self._logged = message
 
     def _send_all(self) -> None:
-        """Send snapshots until this sender is stopped. Return if there is no target yet."""
+        """Send snapshots until this sender is stopped. Return if no endpoint is published yet."""
         store = require_not_none(self._info.store, "the store")
         exchange_prefix = self._info.exchange_prefix
         entry = store.get(endpoint_key(exchange_prefix, self._target))
@@ -482,7 +491,7 @@ class ReplicaSender:
                     self._send(connection, ref)
 
     def _unsent(self) -> list[SnapshotRef]:
-        """Return the newest snapshot of each kind unless it was offered."""
+        """Return the newest snapshot of each name and part that was not offered to the target."""
         newest = [(ref, ref.header) for ref in newest_local_snapshots(self._attempt_dir)]
         return [f for f, r in newest if self._offered.get((r.name, r.part), 0) < r.sequence]
 

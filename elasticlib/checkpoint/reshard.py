@@ -1,4 +1,4 @@
-"""Sharded states: the pack of each rank's part, and how shards reach any other number of ranks.
+"""Sharded states: the pack of each rank's part, and restoring on any other number of ranks.
 
 A part has the same format on disk, in memory and between ranks. Its header lists the boxes of the
 sharded tensors that the part contains (see `boxes`). A rank gets its own boxes from the local plan
@@ -92,11 +92,11 @@ def plan_part_layout(
         layouts: the cache that has the layout of the last part.
         step: the step after which the state was taken.
         flat: the state.
-        has_rest: include what is not sharded. On disk only the first rank's part does, and those of
-            ranks that share no mesh with it: other stages of a pipeline have other tensors. In
-            memory every part does, because any rank may be lost.
-        has_copies: include elements that several ranks have alike, even if this rank is not the
-            first of them.
+        has_rest: include the values that are not sharded: on disk only on rank 0, in memory on
+            every rank, because any rank may be lost. If none of this rank's meshes contains rank 0,
+            these values are always included, because another stage of a pipeline has other ones.
+        has_copies: include elements that other ranks have, too, even if this rank is not the first
+            of the ranks that have them.
 
     Raises:
         CheckpointError: the state contains something that cannot be saved.
@@ -126,7 +126,7 @@ def plan_part_layout(
 
 
 def _local_box(path: StatePath, dtensor: DTensor) -> Box | None:
-    """Return the box that this rank has of a tensor, or None if it is not in the tensor's mesh.
+    """Return the box that this rank has of a tensor, or None if the rank is not in its mesh.
 
     Raises:
         CheckpointError: the tensor is a partial sum.
@@ -191,7 +191,7 @@ def load_parts(
 
     Args:
         headers: the first bytes of each part, which contain its header.
-        read: returns the complete part of a number, verified.
+        read: returns the verified pack of a part, given the number of the part.
         like: a state whose sharded tensors define how those of the result are sharded. It is not
             changed. If None, the result has complete tensors.
         map_location: devices of the tensors that are not sharded in the result.
@@ -208,7 +208,7 @@ def load_parts(
     if not rest.has_rest:
         raise CheckpointCorruptError("its first part lacks the values that are not sharded")
     saved = _saved_tensors(rest.paths, shards)
-    _reject_stages(saved, shards)
+    _reject_ambiguous_tensors(saved, shards)
     tensors: dict[StatePath, Any]
     if like is None:
         tensors = {path: _allocate_full(shard) for path, shard in saved.items()}
@@ -231,7 +231,7 @@ def load_parts(
 
 
 def _allocate_full(shard: TensorShard) -> torch.Tensor:
-    """Allocate the whole tensor of a shard, with the saved strides if these leave no gaps."""
+    """Allocate the whole tensor of a shard, with the saved strides if they are dense."""
     layout = StridedLayout(dtype_from_name(shard.dtype), shard.shape, shard.stride)
     if len(shard.stride) == len(shard.shape) and layout.is_dense:
         return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype)
@@ -239,7 +239,11 @@ def _allocate_full(shard: TensorShard) -> torch.Tensor:
 
 
 def _saved_tensors(paths: Iterable[StatePath], shards: Shards) -> dict[StatePath, TensorShard]:
-    """Return one shard of each tensor, which describes the whole tensor."""
+    """Return, for each path, a shard that describes the whole tensor at this path.
+
+    Raises:
+        CheckpointCorruptError: no part has a shard of one of the tensors.
+    """
     tensors = {name: rows[0][2] for name, rows in shards_by_tensor(shards).items()}
     saved = {}
     for path in paths:
@@ -249,7 +253,7 @@ def _saved_tensors(paths: Iterable[StatePath], shards: Shards) -> dict[StatePath
     return saved
 
 
-def _reject_stages(saved: Mapping[StatePath, TensorShard], shards: Shards) -> None:
+def _reject_ambiguous_tensors(saved: Mapping[StatePath, TensorShard], shards: Shards) -> None:
     """Raise StateMismatchError if the ranks may have saved different tensors."""
     others = shards_by_tensor(shards).keys() - {path_name(path) for path in saved}
     if ambiguous := others | multi_mesh_tensors(shards):
@@ -287,7 +291,7 @@ def _copy_boxes(
 
 
 def narrow_to_box(tensor: torch.Tensor, tensor_box: Box, box: Box) -> torch.Tensor:
-    """Return the view of a box, given the memory of a larger box of the same tensor."""
+    """Return a view of the elements of `box`. `tensor` has the elements of `tensor_box`."""
     for axis, (begin, size) in enumerate(zip(*box, strict=True)):
         tensor = tensor.narrow(axis, begin - tensor_box.offsets[axis], size)
     return tensor
@@ -318,7 +322,7 @@ def _match_dtensors(
         if dtensor is None and is_dtensor(parameter) and parameter.shape == shard.shape:
             dtensor = torch.empty_like(parameter.detach(), dtype=dtype_from_name(shard.dtype))
         if dtensor is None:
-            raise _sharded_on_one_side(path, "the checkpoint")
+            raise _one_sided_shard_error(path, "the checkpoint")
         if dtensor.shape != shard.shape:
             raise StateMismatchError(
                 f"{format_path(path)} has the shape {list(shard.shape)} in the checkpoint, and "
@@ -327,11 +331,11 @@ def _match_dtensors(
         matched[path] = dtensor
     for path in dtensors:
         if path not in saved and _parameter_of(path, parameters) is None:
-            raise _sharded_on_one_side(path, "the given state")
+            raise _one_sided_shard_error(path, "the given state")
     return matched
 
 
-def _sharded_on_one_side(path: StatePath, side: str) -> StateMismatchError:
+def _one_sided_shard_error(path: StatePath, side: str) -> StateMismatchError:
     return StateMismatchError(f"{format_path(path)} is a sharded tensor only in {side}")
 
 
@@ -349,7 +353,7 @@ def _optimizer_parameters(state: object) -> Parameters:
 
 
 def _parameter_of(path: StatePath, parameters: Parameters) -> Any:
-    """Return the parameter that a tensor is optimizer state of, or None if it is none."""
+    """Return the parameter whose optimizer state is at `path`, or None if `path` is elsewhere."""
     for length in range(len(path) - 2):
         # The keys in an optimizer's state dict are "state", the parameter's number, and a name.
         known, (key, number) = parameters.get(path[:length]), path[length : length + 2]
@@ -359,7 +363,7 @@ def _parameter_of(path: StatePath, parameters: Parameters) -> Any:
 
 
 def _is_plain_tensor(state: Any, path: StatePath) -> bool:
-    """Return True if a tensor is directly in the state, not in an object that has a state dict."""
+    """Return True if the tensor at `path` is not inside of an object that has a state dict."""
     for key in path:
         if state_accessor(state) is not None:
             return False
@@ -449,8 +453,8 @@ class ShardedRestore:
     def _verify_parts(self) -> bool:
         """Verify each copy of each part, and check that the parts are the complete state.
 
-        One rank reads each copy. If a copy cannot be used or the state is incomplete, it is
-        excluded from the search, and the result is False.
+        One rank reads each copy. A copy that cannot be used, or an incomplete state, is excluded
+        from the search, and the result is False on all ranks.
         """
         readers: dict[Any, list[int]] = {}
         for part, ranks in self._holders.items():
@@ -486,6 +490,7 @@ class ShardedRestore:
         return ranks[part % len(ranks)] == self._rank
 
     def _verify_part(self, part: int) -> dict[str, Any]:
+        """Verify this rank's copy of a part, and return what all ranks need of its header."""
         pack = self._view(part)
         stored = self._plan.holders[part][self._rank]
         self._search.source(stored).check(stored, part)
@@ -496,7 +501,8 @@ class ShardedRestore:
     def _find_mesh_ambiguity(self) -> str:
         """Return why tensors of one name could be confused, or "" if they cannot be.
 
-        The same number of ranks reads each tensor from the mesh on which the rank has it now.
+        There is no ambiguity if the number of ranks is that of the save: then each rank reads a
+        tensor from the mesh on which the rank has the tensor now.
         """
         self._multi_mesh = multi_mesh_tensors(self._shards)
         if not self._multi_mesh or self._own_part is not None:
@@ -542,8 +548,12 @@ class ShardedRestore:
     ) -> tuple[Callable[[], None], dict[str, _Target], list[BoxRead]]:
         """Compare the saved state with the live one, and plan the reads of this rank.
 
+        Returns:
+            The function that puts the values that are not sharded into `state`, the memory of this
+            rank's shards by the name of the tensor, and the reads.
+
         Raises:
-            StateMismatchError: they do not match. Nothing was changed.
+            StateMismatchError: the saved state does not match `state`. Nothing was changed.
         """
         saved = rest.state
 

@@ -68,7 +68,7 @@ _SOURCE_PHRASES = {
 
 @attrs.frozen(repr=False)
 class RestoreResult:
-    """The state that `CheckpointManager.restore` has restored. It is true if there was one.
+    """The result of `CheckpointManager.restore`. It is true if a state was restored.
 
     It is not a number: a comparison or an arithmetic operation with a number raises TypeError,
     whose message names the field to use.
@@ -160,7 +160,7 @@ class StoredState:
 
     @property
     def part_numbers(self) -> range:
-        """The numbers of its parts. A state that is not sharded is part 0."""
+        """The numbers of the parts that `name` contains. A state that is not sharded is part 0."""
         if self.kind == SHARDED_DISK:
             return range(self.num_parts)
         return range(self.part, self.part + 1)
@@ -189,10 +189,10 @@ class StateSource(abc.ABC):
 
     @abc.abstractmethod
     def view(self, stored: StoredState, part: int = 0) -> memoryview:
-        """Return the pack of a state or of one of its parts, which is not verified yet.
+        """Return the pack of a state or of one of its parts, which need not be verified yet.
 
-        The memory is writable, and writing to it changes no other copy. Saves do not change it
-        until `release` is called.
+        The memory is writable, and writing to it changes no other copy. Saves do not change the
+        memory until `release` is called.
         """
 
     @abc.abstractmethod
@@ -242,8 +242,8 @@ class DiskSource(StateSource):
     def view(self, stored: StoredState, part: int = 0) -> memoryview:
         """Return the pack of a part.
 
-        Parts in a directory of this machine are mapped. All other packs are read one at a time,
-        which verifies them.
+        A part of a sharded checkpoint in a file system is mapped, and not verified. All other packs
+        are read and verified. Only the last pack is kept.
         """
         if self._last_read is None or self._last_read[0] != (stored, part):
             self._last_read = None  # Free the last pack before memory for this one is allocated.
@@ -351,6 +351,7 @@ def choose_state(
 
 
 def _preference(candidate: tuple[StateKey, list[tuple[int, StoredState]]]) -> tuple[object, ...]:
+    """Return a sort key of a state and its copies. The state with the smallest key is chosen."""
     key, copies = candidate
     kind_order = min(_KIND_ORDER[stored.kind] for _, stored in copies)
     num_holders = len({(rank, stored.part) for rank, stored in copies})
@@ -360,6 +361,7 @@ def _preference(candidate: tuple[StateKey, list[tuple[int, StoredState]]]) -> tu
 
 
 def _speed(stored: StoredState) -> tuple[int, str]:
+    """Return a sort key of a copy of a state. The copy that is read fastest has the smallest."""
     return _KIND_ORDER[stored.kind], stored.name
 
 
@@ -425,10 +427,10 @@ class StateSearch:
         return [attrs.astuple(stored) for stored in newest], reasons[-_MAX_LISTED_UNAVAILABLE:]
 
     def choose(self) -> RestorePlan | None:
-        """Return the plan for the newest state that is not excluded, or None.
+        """Return the plan for the newest state that is not excluded, or None if none is left.
 
         Raises:
-            CheckpointError: a newer state cannot be read; on all ranks.
+            CheckpointError: a newer state than that cannot be read; on all ranks.
         """
         plan = choose_state(self._states_by_rank, self._excluded)
         unreadable = [step for step in self._unavailable if step.is_unreadable]
@@ -487,7 +489,10 @@ class StateSearch:
         return [dict(results_of_rank) for results_of_rank, _ in rows]
 
     def exclude_copy(self, rank: int, stored: StoredState, reason: str) -> None:
-        """Exclude the copy that a rank can read, also for ranks of its node that share it."""
+        """Exclude the copy of a state that a rank reads.
+
+        If the state is sharded, the copy is excluded for all ranks that read the same bytes.
+        """
         ranks = range(self.group.world_size) if stored.num_parts else [rank]
         copy_id = self.copy_id(rank, stored)
         self._excluded |= {(r, stored) for r in ranks if self.copy_id(r, stored) == copy_id}
@@ -501,7 +506,7 @@ class StateSearch:
         self._reasons[reason] = None
 
     def skipped(self, step: int) -> tuple[str, ...]:
-        """Return why no state newer than `step`, and not every copy of it, was used."""
+        """Return why states newer than `step`, or some copies of `step` itself, were not used."""
         corrupt = (u.reason for u in self._unavailable if u.step >= step and not u.is_unreadable)
         return (*self._reasons, *dict.fromkeys(corrupt))
 
@@ -545,8 +550,8 @@ def restore_from(
     Args:
         sources: where this process can read states. If two sources have the same state, the first
             one is used.
-        state: names to objects with `state_dict` and `load_state_dict`, or to nested containers,
-            tensors and plain values. All ranks give the same names.
+        state: maps names to objects with `state_dict` and `load_state_dict`, nested containers,
+            tensors, or plain values. All ranks give the same names.
         group: the ranks; by default the default group, or this process alone if there is none. A
             group that transfers no CPU tensors (NCCL) must have all ranks.
         node: the name of this rank's node; by default the host name.

@@ -42,10 +42,10 @@ _TORCH_MISMATCHES = ("Error(s) in loading state_dict", "loaded state dict ")
 
 
 def check_names(state: object) -> dict[str, Any]:
-    """Return the state that `restore` was given.
+    """Return `state` if it is a dict of names, as `restore` needs it.
 
     Raises:
-        CheckpointError: It is not a dict, so nothing in it can be changed in place.
+        CheckpointError: `state` is not a dict.
     """
     if not isinstance(state, dict):
         raise CheckpointError(
@@ -63,7 +63,7 @@ def plan_restore(
     Until that function is called, nothing changes.
 
     Args:
-        state: Names to objects, containers, tensors and plain values. `load_state_dict` is not
+        state: Maps names to objects, containers, tensors and plain values. `load_state_dict` is not
             called yet.
         saved: The state that was read. Each DTensor in it is the one at the same path of
             `state`, or a new one if an optimizer in `state` has none there yet.
@@ -112,7 +112,7 @@ def _check_same_names(state: Mapping[str, Any], saved: Mapping[Any, Any]) -> Non
 
 
 class TensorCopies:
-    """Copies of tensors in new memory. Tensors that are the same memory have copies that are."""
+    """Copies of tensors in new memory. Tensors of the same memory get copies of the same memory."""
 
     def __init__(self) -> None:
         self._memory: dict[Any, torch.Tensor] = {}
@@ -153,12 +153,12 @@ class _TensorWrite:
 
     @property
     def end(self) -> int:
-        """The end of the target's last byte."""
+        """The first byte after the target, counted from the start of its storage."""
         return self.begin + StridedLayout.of(self.target).extent * self.target.element_size()
 
 
 def _overlapping(writes: list[_TensorWrite]) -> Iterator[list[_TensorWrite]]:
-    """Group writes into one storage by the ranges of memory that they overlap in."""
+    """Yield groups of writes to one storage. Writes of different groups do not overlap."""
     group: list[_TensorWrite] = []
     end = 0
     for write in sorted(writes, key=lambda write: write.begin):
@@ -230,10 +230,12 @@ class _RestorePlanner:
         if is_container(old):
             return self._into_container(old, new, path)
         if old is not None and not is_plain_value(old):
-            self._reject(path, f"is {class_name_with_article(old)}, which has no load_state_dict")
+            self._add_mismatch(
+                path, f"is {class_name_with_article(old)}, which has no load_state_dict"
+            )
         return partial(self._private_copy, new)
 
-    def _reject(self, path: StatePath, reason: str) -> None:
+    def _add_mismatch(self, path: StatePath, reason: str) -> None:
         self.mismatches.append(f"{format_path(path)} {reason}")
 
     def _private_copy(self, new: Any) -> Any:
@@ -248,12 +250,14 @@ class _RestorePlanner:
     def _into_tensor(self, old: Any, new: Any, path: StatePath) -> Callable[[], Any]:
         """Implement `plan` for a tensor."""
         if _describe_tensor(old) != _describe_tensor(new):
-            self._reject(path, f"is {_describe_tensor(old)}, and {_describe_tensor(new)} was saved")
+            self._add_mismatch(
+                path, f"is {_describe_tensor(old)}, and {_describe_tensor(new)} was saved"
+            )
         elif old.device.type == "meta":
-            self._reject(path, f"is {_ON_META}")
+            self._add_mismatch(path, f"is {_ON_META}")
         elif not _has_equal_repeats(local_tensor(old), local_tensor(new)):
             expanded = f"{_describe_tensor(old)} that is expanded"
-            self._reject(path, f"is {expanded}, and what was saved is not")
+            self._add_mismatch(path, f"is {expanded}, and what was saved is not")
         else:
             self._add_write(path, old, new)
 
@@ -265,11 +269,11 @@ class _RestorePlanner:
         return copy
 
     def _check_object(self, old: Any, new: Any, path: StatePath) -> None:
-        """Check the tensors that a module or an optimizer will load its state into."""
+        """Add mismatches of the tensors that a module or an optimizer will load its state into."""
         if isinstance(old, torch.optim.Optimizer):
             parameters = (one for group in old.param_groups for one in group["params"])
             if any(parameter.device.type == "meta" for parameter in parameters):
-                self._reject(path, f"has parameters {_ON_META}")
+                self._add_mismatch(path, f"has parameters {_ON_META}")
         if not isinstance(old, torch.nn.Module) or not isinstance(new, Mapping):
             return
         targets = [*old.named_parameters(remove_duplicate=False)]
@@ -278,7 +282,7 @@ class _RestorePlanner:
             if is_lazy(target) or not isinstance(source, torch.Tensor):
                 continue
             if target.device.type == "meta":
-                self._reject((*path, name), f"is {_ON_META}")
+                self._add_mismatch((*path, name), f"is {_ON_META}")
             elif source.shape == target.shape:
                 self._add_write((*path, name), target, source)
 
@@ -287,9 +291,9 @@ class _RestorePlanner:
             self._writes.append(_TensorWrite(path, target, source))
 
     def check_shared_memory(self) -> None:
-        """Find live tensors that share memory and were saved separately with other values.
+        """Add a mismatch for live tensors that share memory, but were saved with different values.
 
-        The one that is restored last would overwrite the others.
+        The tensor that is restored last would overwrite the others.
         """
         storages: dict[tuple[torch.device, int], list[_TensorWrite]] = {}
         for write in self._writes:
@@ -306,6 +310,7 @@ class _RestorePlanner:
                 )
 
     def _into_array(self, old: Any, new: Any, path: StatePath) -> Callable[[], Any]:
+        """Implement `plan` for a NumPy array."""
         mine = f"a NumPy array of {old.shape} {old.dtype}"
         saved = (
             f"a NumPy array of {new.shape} {new.dtype}"
@@ -313,7 +318,7 @@ class _RestorePlanner:
             else class_name_with_article(new)
         )
         if mine != saved:
-            self._reject(path, f"is {mine}, and {saved} was saved")
+            self._add_mismatch(path, f"is {mine}, and {saved} was saved")
         if not old.flags.writeable:
             return partial(self._private_copy, new)
 
@@ -324,8 +329,9 @@ class _RestorePlanner:
         return copy
 
     def _into_container(self, old: Any, new: Any, path: StatePath) -> Callable[[], Any]:
+        """Implement `plan` for a container, and plan each of its parts."""
         if type(old) is not type(new):
-            self._reject(
+            self._add_mismatch(
                 path,
                 f"is {class_name_with_article(old)}, and {class_name_with_article(new)} was saved",
             )
@@ -333,7 +339,7 @@ class _RestorePlanner:
         mine, theirs = parts_of(old), parts_of(new)
         tensors = [key for key, part in mine.items() if isinstance(part, torch.Tensor)]
         if hint := wrapper_hint(tensors, theirs):
-            self._reject(path, f"has other names than were saved{hint}")
+            self._add_mismatch(path, f"has other names than were saved{hint}")
         for key, part in mine.items():
             if key not in theirs and state_accessor(part) is not None:
                 where = format_path((*path, key))
@@ -353,6 +359,7 @@ class _RestorePlanner:
         return refill
 
     def _load(self, old: Any, accessor: StateAccessor, new: Any, path: StatePath) -> Any:
+        """Let the object `old` load the state `new`, and return `old`."""
         # A module copies the values into its own parameters, and needs no copy before.
         given = new if isinstance(old, torch.nn.Module) else self._private_copy(new)
         try:

@@ -10,11 +10,11 @@ padded with spaces, and the header's `__metadata__` has three strings before the
     n * 4096     the bytes of the entries, in the order of the header, without gaps
 
 - `size` is the size of the file in bytes, `head` the CRC-32 of the header without these eight
-  digits, and `data` the checksum of the data (see `place`). If that is stored elsewhere, `data` is
-  eight dashes. All three are hexadecimal.
+  digits, and `data` the checksum of the data (see `storage.checksum`). If this checksum is stored
+  elsewhere, `data` is eight dashes. All three are hexadecimal.
 - The values are JSON that changes from save to save: `meta` (such as the step) and `values`, the
   plain values of the state in the order of the tree.
-- The tree is JSON that depends only on the structure of the state (see `tensor_layout`). It is
+- The tree is JSON that depends only on the structure of the state (see `state_tree`). It is
   encoded once for many snapshots, together with the entries.
 
 This module does not import torch, so that agents can read headers.
@@ -95,7 +95,7 @@ class PackHeader:
     values: Sequence[Any]  # encoded plain values of the state, in the order of the tree
     tree: Mapping[str, Any]  # JSON that describes the structure of the state
     entries: tuple[PackEntry, ...]  # in the order of their bytes; they cover all data
-    checksum: int | None = None  # of the data (`place.checksum`), if the header contains it
+    checksum: int | None = None  # of the data (`storage.checksum`), if the header contains it
 
 
 def encode_tree(entries: Iterable[PackEntry], tree: Mapping[str, Any]) -> bytes:
@@ -149,7 +149,7 @@ def with_data_checksum(header: bytes, checksum: int) -> bytes:
 
 
 def order_entries(sizes: Sequence[int]) -> list[int]:
-    """Return the order in which entries of these sizes are written.
+    """Return the indices of entries of these sizes, in the order in which they are written.
 
     safetensors allows no gaps between entries. They are sorted by the largest power of two that
     divides their size, so that each starts at a multiple of its element size, and of `ALIGNMENT` if
@@ -233,7 +233,7 @@ def read_meta(pack: bytes | memoryview) -> dict[str, Any]:
 
 
 def round_up(size: int, multiple: int) -> int:
-    """Return the smallest multiple that is at least `size`."""
+    """Return the smallest multiple of `multiple` that is at least `size`."""
     return -(-size // multiple) * multiple
 
 

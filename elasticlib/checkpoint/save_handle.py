@@ -41,7 +41,8 @@ share them, because the keys of a closed manager still exist."""
 class SaveHandle:
     """A save that was started, or skipped. Thread-safe.
 
-    In a process that was forked from the one that saves, every question raises CheckpointError.
+    In a process that was forked from the one that writes the save, `done`, `wait` and `error` raise
+    CheckpointError.
     """
 
     is_skipped = False
@@ -102,7 +103,7 @@ class SaveHandle:
         return failure
 
     def _pending_reason(self, timeout: float | None) -> str:
-        """Wait for the result. Return an error message if it is not known in time, else ''."""
+        """Wait for the result of the save. Return an error message after `timeout`, else ''."""
         raise NotImplementedError
 
 
@@ -186,7 +187,7 @@ class LocalSave(SaveHandle):
         self._run(started)
 
     def _run(self, started: Latch) -> None:
-        """Write, unless another thread writes."""
+        """Write the checkpoint, unless another thread writes it. `started` is set before that."""
         with contextlib.suppress(CallRejectedError):
             self._call.run(partial(self._write_once, started))
         started.set()
@@ -315,12 +316,12 @@ class SaveResults:
         self._prefix = f"elasticlib/saves/{zlib.crc32(name.encode()):08x}"
 
     def next_number(self) -> int:
-        """Return the number of the save that starts now."""
+        """Count a save, and return its number. Each call returns the next number."""
         # A signal handler cannot interrupt either of the two calls halfway.
         return next(_numbers.setdefault(self._prefix, count(1)))
 
     def publish(self, number: int, step: int, error: BaseException | None = None) -> None:
-        """Publish the result of a save, if this is rank 0."""
+        """Publish the result of a save, if this is rank 0 and there is a store."""
         if not (self.is_reachable and self._is_publisher):
             return
         message = "" if error is None else str(error)[:4000]

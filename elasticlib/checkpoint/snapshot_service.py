@@ -82,10 +82,10 @@ class ReplicationSession:
         self._is_cleared = False  # no snapshot of an earlier attempt is left
 
     def start(self, address: str) -> None:
-        """Start to receive at this address, and to send.
+        """Start to receive snapshots at this address, and to send them.
 
         Raises:
-            OSError: It is not an address of this node, or the memory cannot be used.
+            OSError: `address` is not an address of this node, or the memory cannot be used.
         """
         self._endpoint = self._receiver.start(address)
         try:
@@ -166,7 +166,8 @@ class ReplicationSession:
     def _have_all_nodes_replicated(self, own: set[SnapshotKind]) -> bool:
         """Return True if each node has published that its snapshots are replicated.
 
-        This node publishes it here, once all of its snapshots, `own`, are replicated.
+        This method publishes it for this node, once each worker has a snapshot and all targets have
+        stored a snapshot of each kind in `own`.
         """
         store = require_not_none(self._store, "the store")
         prefix = f"{self._exchange_prefix}snapshots/replicated/"
@@ -186,9 +187,9 @@ class NodeSnapshotService(SnapshotService):
         attempt_dir: Returns the directory for an attempt by its number, or None if there is no
             memory for it.
         replicas: The number of other nodes that store each snapshot.
-        secret: What the nodes of the job prove to know, if anything.
-        address: Where the other nodes reach this one. Empty for the address that this node has in
-            the network of the generation's first node.
+        secret: The job's secret, if it has one.
+        address: The address at which the other nodes reach this one. If it is empty, it is the
+            local address that connects to the generation's first node (see `own_address`).
     """
 
     def __init__(
@@ -245,7 +246,7 @@ class NodeSnapshotService(SnapshotService):
     def on_workers_stopped(self) -> None:
         if self._attempt_dir is not None and self._helping is None:
             # A node that leaves may need parts that are here, and waits for this node to write.
-            self._helping = self._final_save(self._attempt_dir, leaves=False)
+            self._helping = self._create_final_save(self._attempt_dir, leaves=False)
             daemon_thread(self._helping.run, "agent-helps").start()
 
     def close(self, *, flush: bool, cancel_reason: Callable[[], str] = str) -> str:
@@ -254,12 +255,12 @@ class NodeSnapshotService(SnapshotService):
         self._stop()
         if not flush or self._attempt_dir is None:
             return ""
-        final_save = self._final_save(self._attempt_dir, leaves=True)
+        final_save = self._create_final_save(self._attempt_dir, leaves=True)
         problem = final_save.run(cancel_reason=cancel_reason)
         self.saved_step = final_save.saved
         return problem
 
-    def _final_save(self, attempt_dir: Path, *, leaves: bool) -> FinalSave:
+    def _create_final_save(self, attempt_dir: Path, *, leaves: bool) -> FinalSave:
         return FinalSave(attempt_dir.parent, self._info, is_leaving=leaves)
 
     def _stop(self) -> None:

@@ -177,9 +177,9 @@ def choose_slots(
     """Choose the slots for the next snapshot of `size` bytes.
 
     Returns:
-        The slots that can hold it (empty slots first, then the oldest snapshots), and the slots
-        that are of no more use. The newest `num_retained` complete snapshots and reserved slots are
-        in neither list.
+        Two lists: the slots that can hold the snapshot (empty slots first, then the oldest
+        snapshots), and the slots that are too small or too large. The slots of the newest
+        `num_retained` complete snapshots and reserved slots are in neither list.
     """
     complete = sorted([slot for slot in slots if slot.header is not None], key=_sequence)
     free = [slot for slot in slots if slot.header is None] + complete[:-num_retained]
@@ -238,7 +238,7 @@ def valid_snapshots(refs: Iterable[SnapshotRef]) -> tuple[SnapshotRef, ...]:
 
 
 def superseded_snapshots(refs: Iterable[SnapshotRef], era: int) -> tuple[SnapshotRef, ...]:
-    """Return the snapshots of earlier attempts that are not needed any more.
+    """Return the snapshots of attempts before `era`, this attempt, that are not needed any more.
 
     All ranks have a snapshot of this attempt once a worker of this node has written as many as are
     retained. A part of a sharded state at a step that earlier attempts have here does not count: it
@@ -261,10 +261,10 @@ def superseded_snapshots(refs: Iterable[SnapshotRef], era: int) -> tuple[Snapsho
 def abandoned_snapshots(
     refs: Iterable[SnapshotRef], era: int, step: int
 ) -> tuple[SnapshotRef, ...]:
-    """Return the snapshots of earlier attempts that are not needed if this one resumes at `step`.
+    """Return the snapshots of attempts before `era` that a job that resumes at `step` can free.
 
-    These are the snapshots of later steps, and those before the last ones that are retained while
-    another is written. So there is memory for the new attempt's first snapshot.
+    In each series the newest `num_retained` valid snapshots up to `step` are needed. All others are
+    returned, so that there is memory for the first snapshot of attempt `era`.
     """
     earlier = tuple(ref for ref in refs if ref.era < era)
     retained: dict[SnapshotSeries, list[SnapshotRef]] = {}
@@ -448,10 +448,10 @@ class SnapshotSlots:
         may_continue: Callable[[], bool],
         lock_pages: Callable[[MappedSlot], None] | None = None,
     ) -> None:
-        """Create a slot for the snapshot after this one, unless there is one or memory is short.
+        """Create a slot for the next snapshot, unless a slot is free or memory is short.
 
-        Its pages are populated, too, which takes several times as long as writing into them. This
-        is done in chunks, so a writer that needs the slot earlier uses it as it is.
+        The pages of the slot are populated in chunks, which takes several times as long as writing
+        into them. A writer that needs the slot earlier uses it with the pages that it has by then.
 
         Args:
             header: The header of a snapshot of the same size.
@@ -505,6 +505,7 @@ class SnapshotSlots:
             self._slots.clear()
 
     def _acquire(self, size: int, header: SnapshotHeader | None) -> MappedSlot:
+        """Return a locked slot for a pack of `size` bytes, which contains no snapshot any more."""
         with self._lock:
             slot = self._find_slot(size, header)
             slot.header = None
@@ -512,6 +513,13 @@ class SnapshotSlots:
         return slot
 
     def _find_slot(self, size: int, header: SnapshotHeader | None) -> MappedSlot:
+        """Return a locked slot, whatever it takes: private memory, or the slot of a save.
+
+        Args:
+            size: the size of the pack.
+            header: the header if the pack is a snapshot, which cannot use private memory. A
+                snapshot waits for a save that uses a slot if there is no other memory.
+        """
         self._drop([slot for slot in self._slots if slot.is_dropped])
         try:
             slot = self._lock_slot(size, header)
@@ -532,6 +540,11 @@ class SnapshotSlots:
             return self._lock_slot(size, header)
 
     def _lock_slot(self, size: int, header: SnapshotHeader | None) -> MappedSlot:
+        """Lock a usable slot, or create one. Free the slots of another size.
+
+        Raises:
+            CheckpointError: there is not enough memory.
+        """
         slots = self._slots
         if header is not None:
             slots, num_retained = [s for s in slots if s.path is not None], header.num_retained
@@ -552,12 +565,14 @@ class SnapshotSlots:
         return slot
 
     def _drop_removed(self) -> None:
+        """Drop the slots whose files another program has removed, and log a warning."""
         files = [slot for slot in self._slots if slot.path is not None]
         self._drop([slot for slot in files if not os.fstat(slot.handle).st_nlink])
         what = "snapshots in %s were removed by another program; the next steps are kept again"
         log.warning(what, self._folder)
 
     def _drop(self, slots: list[MappedSlot]) -> None:
+        """Remove the files of slots, unmap their memory, and forget the slots."""
         for slot in slots:
             # If an exception interrupts this before the slot is removed from the list,
             # `_find_slot` drops it again. An open file that is not in the list would keep its
@@ -674,7 +689,7 @@ class AgentWaker:
 
 
 def wake_agent(folder: str | os.PathLike[str]) -> bool:
-    """Wake the agent that looks after the snapshots of an attempt, if there is one, once."""
+    """Wake the agent that looks after an attempt's snapshots. Return False if there is none."""
     waker = AgentWaker(folder)
     try:
         return waker.wake()
@@ -686,7 +701,7 @@ def wake_agent(folder: str | os.PathLike[str]) -> bool:
 
 
 def list_snapshots(memory: str | os.PathLike[str]) -> list[SnapshotRef]:
-    """Return the complete snapshots in an agent's memory, in no order."""
+    """Return the complete snapshots in an agent's memory, in no particular order."""
     refs = []
     for path in _slot_paths(memory):
         _, *owner, _, _ = path.name.split(".")
@@ -798,7 +813,11 @@ def remove_snapshots(memory: str | os.PathLike[str], refs: Iterable[SnapshotRef]
 def remove_superseded(
     memory: str | os.PathLike[str], refs: Sequence[SnapshotRef], era: int
 ) -> bool:
-    """Free superseded snapshots. Return True if none of earlier attempts is left then."""
+    """Free the superseded snapshots in `refs`.
+
+    Returns:
+        True if `refs` has no other snapshots of attempts before `era`.
+    """
     superseded = superseded_snapshots(refs, era)
     remove_snapshots(memory, superseded)
     return len(superseded) == sum(ref.era < era for ref in refs)

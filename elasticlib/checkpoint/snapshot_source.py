@@ -78,7 +78,7 @@ class SnapshotCost:
 
 
 def is_sharded(value: Any) -> bool:
-    """Return True if ranks have different elements of a tensor."""
+    """Return True if `value` is a DTensor of which ranks have different elements."""
     placements = value.placements if is_dtensor(value) else ()
     return not all(placement.is_replicate() for placement in placements)
 
@@ -99,7 +99,7 @@ class SnapshotSource(StateSource):
         rank: The rank of this worker.
         world_size: The number of ranks.
         writes: Whether this worker keeps a state that is the same on all ranks. One worker of each
-            node has to. Each worker keeps its part of a sharded state.
+            node has to keep it. Each worker keeps its part of a sharded state in any case.
         folder: Where the agent writes the newest snapshot when the job drains or fails for good;
             empty for nowhere.
         layouts: The layouts of the last states.
@@ -147,12 +147,12 @@ class SnapshotSource(StateSource):
         return str(self._folder)
 
     def snapshot(self, step: int, state: object) -> SnapshotCost | None:
-        """Keep the state after `step`; of a state with DTensors this rank's part.
+        """Keep the state after `step`, or this rank's part of the state if it has DTensors.
 
         When the call returns, the state may change, and the snapshot does not.
 
         Args:
-            step: The step after which the state is.
+            step: The step after which the state was taken.
             state: As `CheckpointManager.save` takes it.
 
         Returns:
@@ -167,7 +167,11 @@ class SnapshotSource(StateSource):
         return None if kept is None else SnapshotCost(step, monotonic() - started_at)
 
     def keep_state(self, step: int, flat: FlatState) -> tuple[PackImage, MappedSlot] | None:
-        """Keep a state that was flattened, see `snapshot`. Return its pack and the slot."""
+        """Keep a state that was flattened, see `snapshot`.
+
+        Returns:
+            The pack and the slot, or None if this worker keeps no snapshot of such a state.
+        """
         shards, layouts = flat.shards, self._layouts
         if not self._writes and not any(map(is_sharded, shards.values())):
             return None
@@ -237,7 +241,7 @@ class SnapshotSource(StateSource):
             self._allocator.begin(header)
 
     def list_states(self) -> Sequence[StoredState]:
-        """Return the snapshots in the agent's memory: those of its workers, and replicas."""
+        """Return the valid snapshots of this run and name, which may be replicas."""
         return [_stored_state(ref) for ref in self._valid()]
 
     def view(self, stored: StoredState, part: int = 0) -> memoryview:  # noqa: ARG002 - it has one part
@@ -289,9 +293,10 @@ class SnapshotSource(StateSource):
     def adopt_restored_step(self, found: RestoreAgreement, state: object) -> None:
         """Prepare for snapshots after all ranks have restored a step.
 
-        Snapshots of later steps are freed. If the state was received from another node, this node
-        keeps a snapshot of it, too, because the other node may be lost next. Of a sharded state
-        each rank keeps its new part if any rank received a part of it.
+        Snapshots of later steps from earlier attempts are freed. If the state came from another
+        node's memory, this node keeps a snapshot of it, too, because the other node may be lost
+        next. If a sharded state came from memory and any rank received a part of it, each rank
+        keeps its new part.
         """
         self.resume_from(found.step)
         is_missing = found.was_resharded or found.step not in [
@@ -316,7 +321,7 @@ class SnapshotSource(StateSource):
         self._waker.close()
 
     def _list(self) -> list[SnapshotRef]:
-        """Return the snapshots of this name."""
+        """Return the complete snapshots of this name in the agent's memory, from all attempts."""
         refs = list_snapshots(self._memory)
         return [ref for ref in refs if ref.header.name == self._header.name]
 
@@ -324,7 +329,7 @@ class SnapshotSource(StateSource):
         return valid_snapshots(ref for ref in self._list() if ref.header.run == self._header.run)
 
     def _last_sequence(self, part: int) -> int:
-        """Return the last number that another object of the same name used in this process."""
+        """Return the number of the last snapshot of this name and part in this attempt, or 0."""
         headers = (ref.header for ref in newest_local_snapshots(self._folder))
         name = self._header.name
         return max((h.sequence for h in headers if (h.name, h.part) == (name, part)), default=0)
@@ -354,17 +359,17 @@ class _Preallocation:
         self._working = ExclusiveCall()
 
     def pause(self) -> None:
-        """Do nothing until `resume`."""
+        """Make the thread wait until `resume`."""
         self._is_paused = True
 
     def resume(self) -> None:
-        """Continue."""
+        """Let the thread continue after `pause`."""
         self._is_paused = False
         if self._working.is_running:
             self._changes.put(None)
 
     def begin(self, header: SnapshotHeader) -> None:
-        """Allocate memory for another snapshot like this one."""
+        """Start to allocate memory for a snapshot of the same size as the one with this header."""
         self._next.append(header)
         if not (self._working.is_running or self._is_closed):
             # The thread is started by a thread, because signal handlers run in the main thread. An

@@ -133,12 +133,12 @@ def state_accessor(value: Any) -> StateAccessor | None:
 
 
 def is_container(value: object) -> bool:
-    """Return True if a state can contain other parts in a value of this type."""
+    """Return True for exactly a dict, OrderedDict, Counter, defaultdict, list or tuple."""
     return type(value) in _CONTAINERS
 
 
 def is_plain_value(value: object) -> bool:
-    """Return True for a value without tensors and parts, such as a number or a set."""
+    """Return True for a value without tensors and parts, such as a number, a set or an array."""
     kind = type(value)
     is_known = kind in _SCALARS or kind in _ENCODED or kind in _SETS
     return is_known or is_array(value) or _is_numpy_scalar(value)
@@ -426,7 +426,7 @@ def _encode_plain(path: StatePath, value: Any) -> Any:
     if _is_numpy_scalar(value):
         _check_numpy_dtype(path, value)
         return {"number": _to_text(value.tobytes()), "dtype": value.dtype.str}
-    raise _rejection(path, value)
+    raise _unsupported_value_error(path, value)
 
 
 def _decode_plain(encoded: Any) -> Any:
@@ -444,7 +444,7 @@ def _decode_plain(encoded: Any) -> Any:
     return {"set": set, "frozenset": frozenset}[kind](items)
 
 
-def _rejection(path: StatePath, value: object) -> CheckpointError:
+def _unsupported_value_error(path: StatePath, value: object) -> CheckpointError:
     name = (
         class_name_with_article(value)
         if type(value).__module__ == "builtins"
@@ -588,7 +588,7 @@ class _Flattener:
             self.flat.shards[tuple(self._path)] = value
             return
         else:
-            raise _rejection(tuple(self._path), value)
+            raise _unsupported_value_error(tuple(self._path), value)
         self.flat.tensors.append(value)
 
     def _reject_size(self) -> None:

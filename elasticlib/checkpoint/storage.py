@@ -94,11 +94,14 @@ class CheckpointStorage(abc.ABC):
 
     @abc.abstractmethod
     def list_folders(self) -> list[str]:
-        """Return the names of the directories in it, or an empty list if it does not exist."""
+        """Return the names of the subdirectories. The list is empty if the directory is missing."""
 
     @abc.abstractmethod
     def list_files(self, folder: str) -> dict[str, int]:
-        """Return the size in bytes of each file in a directory in it (`""`: in itself)."""
+        """Return the size in bytes of each file in a subdirectory, by the name of the file.
+
+        The subdirectory `""` is the directory itself. A missing one has no files.
+        """
 
     @abc.abstractmethod
     def read(self, name: str) -> bytes | None:
@@ -410,7 +413,10 @@ class _FollowingChecksum:
 
 
 def _wait_for_lock(handle: int, path: str) -> None:
-    """Take the lock, which the kernel releases when its holder exits."""
+    """Wait for the lock. Raise OSError after `LOCK_TIMEOUT_S`.
+
+    The kernel releases the lock when its holder exits.
+    """
     deadline, pause = monotonic() + LOCK_TIMEOUT_S, threading.Event()
     while True:
         try:
@@ -606,7 +612,8 @@ def read_with_checksum(
         on_chunk: receives each chunk, from one thread at a time, in any order.
 
     Returns:
-        The number of bytes before the end of the file, and their checksum.
+        The number of bytes that were read, which is less than `size` only if the file is shorter,
+        and their checksum.
     """
     lock = threading.Lock()
     local = threading.local()  # Each thread that only checks uses one buffer for all its segments.

@@ -138,7 +138,7 @@ def strided_view(storage: torch.UntypedStorage, offset: int, layout: StridedLayo
 
 
 def without_repeats(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the view without the repetitions that `expand` makes."""
+    """Return a view that has only the first index in each dimension of stride 0."""
     for axis, (n, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if n > 1 and step == 0:
             tensor = tensor.narrow(axis, 0, 1)
