@@ -264,6 +264,7 @@ class HangDetector:
     def _start_collecting(
         self, now: float, inactivity: Inactivity, heartbeats: Mapping[int, Heartbeat]
     ) -> HangTransition:
+        """Record which worker hangs, and request the stacks and the other nodes' reports."""
         progress = [
             RankProgress(
                 self.ranks[local_rank],

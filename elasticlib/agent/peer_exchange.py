@@ -141,6 +141,7 @@ class PeerExchange:
                 self._exchange(self._served.store, self._served.exchange_prefix)
 
     def _exit_if_idle(self) -> bool:
+        """Return True if the thread has nothing to do, so that it must end now."""
         with self._lock:
             is_busy = self._unpublished or self._topics or not self._requests.empty()
             if not is_busy:
@@ -153,6 +154,7 @@ class PeerExchange:
         return 0.0 if self._polled else None
 
     def _accept(self, info: RendezvousInfo, request: _Request) -> None:
+        """Store a request. The first one of a generation replaces the state of the earlier one."""
         if isinstance(request, _TopicChanged):
             if info is self._served and request.topic in self._topics:
                 listing = request.result if isinstance(request.result, Listing) else None

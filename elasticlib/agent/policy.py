@@ -407,7 +407,7 @@ def _on_membership_changed(now: SupervisorState, event: MembershipChanged) -> Tr
 
 
 def _end_run(stop: type[StopWorkers | ShortenNotice]) -> Callable[..., Transition]:
-    """Return the transition that ends this node's run after its workers were stopped by `stop`."""
+    """Return a transition that ends this node's run and stops its workers by command `stop`."""
 
     def end_run(
         now: SupervisorState, event: SignalReceived | ComponentFailed | DrainRequested
@@ -442,6 +442,7 @@ def _on_change_while_stopping(now: SupervisorState, event: MembershipChanged) ->
 
 
 def _on_drain_while_ending(now: SupervisorState, event: DrainRequested) -> Transition:
+    """Turn a drain of this node into a stop of the job if the new request ends the job."""
     outcome = now.outcome
     if not event.ends_job or outcome is None or outcome.state is not WorkerState.DRAINED:
         return now, ()

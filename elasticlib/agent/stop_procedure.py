@@ -290,6 +290,7 @@ class StopProcedure:
         return procedure, (*negotiation, *stages)
 
     def _negotiate(self, now: float, call: int | None) -> StopTransition:
+        """Publish this node's proposal once it is known, and act on the nodes' agreement."""
         if self.notice is None or not self.is_negotiating:
             return self, ()
         has_failed = now >= self.deadline or (self.num_nodes > 1 and not self.is_peer_reachable)
@@ -315,6 +316,7 @@ class StopProcedure:
         return (procedure.escalate(now) if self.is_in_notice else procedure), commands
 
     def _advance_stage(self, now: float, running: str) -> StopTransition:
+        """Send the signal of a stage that has begun, or report that the procedure has finished."""
         if not running:
             return self, (WorkersStopped(),)
         timeouts, started_at = self.timeouts, self.started_at

@@ -214,7 +214,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
         return self._thread.add_task(run)
 
     def seconds_since_refresh(self) -> float | None:
-        """Return how long ago, in seconds, the lease was last refreshed; None if never."""
+        """Return the seconds since this node last updated its lease, or None if it never has."""
         refreshed_at = self._thread.node.last_refresh_at
         return None if refreshed_at is None else max(0.0, self._clock() - refreshed_at)
 

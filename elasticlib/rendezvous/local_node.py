@@ -78,7 +78,7 @@ def backoff(failures: int) -> float:
 
 
 class JobSnapshot(JobListing):
-    """A listing of the job, with what it means for this node."""
+    """A listing of the job, with this node's assignment and, for the leader, its view."""
 
     assignment: RankAssignment | None = None  # this node's, in the current generation
     view: LeaderView | None = None  # input of the decision, if this node leads
@@ -249,7 +249,7 @@ class LocalNode:
 
     @property
     def is_leader(self) -> bool:
-        """True if this node had the leader's lease when it was last refreshed or read."""
+        """True if this node had the leader's lease when that lease was last refreshed or read."""
         return self.keys.leader in self._leases
 
     @property
@@ -459,7 +459,7 @@ class LocalNode:
         ).succeeded
 
     def _write_members(self, membership: Membership, snapshot: JobSnapshot) -> None:
-        """Write the shards of the members before the state that refers to them."""
+        """Write the shards of the members. The state that refers to them is written afterwards."""
         membership_id = membership.membership_id
         if not membership_id:
             return
@@ -474,7 +474,7 @@ class LocalNode:
             self.store.delete(key)
 
     def _iterate_and_refresh(self, items: Iterable[Item], count: int) -> Iterator[Item]:
-        """Iterate, and refresh the leases after each `count` items, for the store may be slow."""
+        """Yield the items, and refresh this node's leases after each `count` of them."""
         for number, item in enumerate(items, 1):
             yield item
             if number % count == 0:

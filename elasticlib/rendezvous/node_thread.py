@@ -312,7 +312,7 @@ class NodeThread:
             )
 
     def _run_once(self) -> float:
-        """Publish, and poll if it is time. Return the seconds until the next call without events.
+        """Publish, and poll if it is time. Return the seconds to wait if no request arrives before.
 
         Raises the errors that end the node.
         """

@@ -366,7 +366,7 @@ def _bad_hosts(membership: Membership) -> dict[str, int]:
 
 
 def _explain_bad_host(membership: Membership, candidates: Sequence[NodeRecord]) -> Membership:
-    """Add to the reason why the host of the last failure is not excluded, if it is a bad one."""
+    """Add to the reason why the host of the last failure is not excluded, if it is a bad host."""
     settings = membership.settings
     counts = _bad_hosts(membership)
     host = membership.first_failures[-1].host if membership.first_failures else ""
@@ -416,6 +416,7 @@ def _evict_or_end_job(
 def _form_or_wait(
     view: LeaderView, membership: Membership, ordered: tuple[NodeRecord, ...], *, charged: bool
 ) -> ReconcileResult:
+    """Form the next generation of these nodes, or wait for a quorum or for the last call."""
     settings = membership.settings
     is_first = not membership.membership_id
     if settings.quorum and is_first and len(ordered) * 2 <= settings.max_nodes:

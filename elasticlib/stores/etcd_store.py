@@ -284,7 +284,7 @@ class _Gateway:
         return fields
 
     def stream(self, request: Request) -> tuple[_Connection, HTTPResponse]:
-        """Return an endless response with one message per line, and its own connection."""
+        """Return a connection of its own, and an endless response with one message per line."""
         connection, response = self._try_members(
             request, self.timeout, lambda _, response: response
         )
@@ -293,7 +293,7 @@ class _Gateway:
         return connection, response
 
     def close(self) -> None:
-        """Close the idle connections. The others are closed after their requests."""
+        """Close the idle connections. Connections in use are closed after their requests."""
         self._closed = True
         for idle in self._idle.values():
             with contextlib.suppress(IndexError):  # raised when the list is empty
@@ -306,6 +306,11 @@ class _Gateway:
         timeout: float,
         read: Callable[[_Connection, HTTPResponse], Reply],
     ) -> tuple[_Connection, Reply]:
+        """Send a request to one member after the other, until one of them replies.
+
+        Returns:
+            The connection to that member, which the caller owns, and the result of `read`.
+        """
         deadline, members = monotonic() + timeout, self.members
         failures: list[BaseException] = []
         for num_tried, member in enumerate(members):

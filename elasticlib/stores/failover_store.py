@@ -223,6 +223,10 @@ class FailoverStore(Store, ForkAware):
             return set(server.labels) <= {store.label}
 
     def _call_current_store(self, operation: Callable[[TcpStore], Reply]) -> Reply:
+        """Run an operation at the current endpoint. After an error, move if it was silent too long.
+
+        Operations are not repeated at another endpoint.
+        """
         store = self._get_current_client()
         try:
             try:

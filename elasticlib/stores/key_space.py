@@ -27,7 +27,7 @@ MAX_NOTIFICATION_BYTES = MIB  # a notification contains the listing only if it i
 
 @attrs.frozen
 class Entry:
-    """A key, its value, and the version of the store that the write of the value made."""
+    """A key, its value, and the version of the store at which the value was written."""
 
     key: str
     value: bytes

@@ -22,7 +22,7 @@ from .key_space import KeySpace, KeySpaceLimits, Lease
 
 @attrs.define(eq=False)
 class _SharedKeySpace:
-    """The state that all clients of one store share. The owner of the lock uses it."""
+    """The state that all clients of one store share. Only the owner of the lock uses it."""
 
     clock: Clock
     space: KeySpace

@@ -245,7 +245,7 @@ _KIND_OF = {error: kind for kind, error in ERROR_KINDS.items()}
 
 
 def error_frame(number: int, error: ElasticError) -> Frame:
-    """Return the reply that raises the same error in the client."""
+    """Return the reply that raises an error of the same class and text in the client."""
     return Frame("error", number, {"kind": _KIND_OF[type(error)], "message": str(error)})
 
 
@@ -286,7 +286,7 @@ class EncodedListing:
 
     @property
     def size(self) -> int:
-        """An upper bound of the length of its frame."""
+        """An upper bound of the length of the frame that contains the listing."""
         return len(self.fields) + len(self.value) + 100
 
     def frame(self, number: int) -> bytes:

@@ -414,7 +414,7 @@ class TcpStoreServer:
                 self._unflushed.add(client)
 
     def _flush(self, client: _ClientConnection) -> bool:
-        """Send what the socket accepts. Return False if the client is disconnected."""
+        """Send what the socket accepts, and enforce the limits. Return False if disconnected."""
         if client.number not in self._clients:
             return False
         buffer = client.protocol.send_buffer
