@@ -1,4 +1,4 @@
-"""Thread for a rendezvous handler that has only blocking calls, as a handler written for torch."""
+"""Thread for a rendezvous handler that has only blocking calls, such as one written for torch."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class BlockingHandlerThread:
         self._attempts.put(attempt)
 
     def log_progress(self, now: float, reason: str) -> None:
-        """Log now and then that the handler has not returned a generation yet.
+        """Log every 10 s that the handler has not returned a generation yet.
 
         Args:
             now: the time on the clock of `join`.

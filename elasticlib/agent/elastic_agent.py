@@ -76,7 +76,7 @@ CHECK_END_TIMEOUT_S = 5.0  # a node check that was told to end, and kills its pr
 
 @attrs.frozen
 class PrepareFinished:
-    """The imports are done, so that workers can start without delay."""
+    """This node has passed its check, and its imports are done: its workers can start at once."""
 
     peers_can_regroup: bool = False  # the job is running with workers that can regroup
 
@@ -111,7 +111,7 @@ class SignalNotice:
 
 @attrs.frozen
 class DrainRequest:
-    """This node shall leave the job, by the deadline if there is one."""
+    """A request that this node leaves the job, by the deadline if there is one."""
 
     source: str
     reason: str
@@ -129,7 +129,7 @@ class RestartRequest:
 
 @attrs.frozen
 class ControlNotice:
-    """The request of an operator, for logs and events. The next message carries it out."""
+    """For logs and events: an operator requests an action, which another message executes."""
 
     action: str
     by: str
@@ -244,10 +244,10 @@ class ElasticAgent:
     # -- for any thread -----------------------------------------------------------------------
 
     def handle_signal(self, number: int) -> None:
-        """React as if this signal had arrived. Thread-safe.
+        """React as if the process had received this signal. Thread-safe.
 
-        A program that runs its agent outside the main thread needs it, because Python delivers
-        signals only there.
+        A program that runs its agent outside the main thread needs this method, because Python
+        delivers signals only to the main thread.
 
         Args:
             number: one of the signals that `options` name.
@@ -262,11 +262,11 @@ class ElasticAgent:
         Args:
             source: what requests it, for logs and events, such as "a preemption notice".
             reason: what `should_stop()` returns to the workers: "preempted" or "drain".
-            time_left_s: seconds from now until this node must have left. If that is less than
-                workers usually have to save and exit, each of them gets a part of it.
+            time_left_s: seconds from now until this node must have left. The time to save and the
+                timeouts of the signals are shortened if they do not fit into it.
 
         Raises:
-            ConfigError: `reason` is none of these.
+            ConfigError: `reason` is neither "preempted" nor "drain".
         """
         if reason not in (PREEMPTED, DRAIN):
             raise ConfigError(f"reason must be {PREEMPTED!r} or {DRAIN!r}, got {reason!r}")
@@ -285,10 +285,10 @@ class ElasticAgent:
         self._post(DrainRequest(source, DRAIN, None, ends_job=True))
 
     def request_restart(self, source: str, generation: int) -> None:
-        """Restart all workers of the job after they have saved. Thread-safe.
+        """Make all workers of the job save and restart. Thread-safe.
 
-        This counts as no failure. Nothing happens if this node's workers are not running any more
-        in that generation, or if the handler does not support it.
+        No restart is charged to the budget. Nothing happens if this node's workers do not run in
+        that generation, and only a warning is logged if the handler does not support it.
 
         Args:
             source: what requests it, for logs and events.
@@ -297,7 +297,9 @@ class ElasticAgent:
         self._post(RestartRequest(source, generation))
 
     def record_control(self, action: str, by: str) -> None:
-        """Record that an operator has requested something. Thread-safe.
+        """Log and record as an event that an operator has requested an action. Thread-safe.
+
+        The action itself is requested by a separate call, such as `request_drain`.
 
         Args:
             action: what is requested: "drain", "stop" or "restart".
@@ -316,7 +318,7 @@ class ElasticAgent:
         return self._now.state
 
     def get_worker_group(self) -> WorkerGroup | None:
-        """Return the workers of the current generation, or None before the first."""
+        """Return the workers of the current generation, or None before the first generation."""
         return self._group
 
     def _post(self, message: InboxMessage) -> None:
@@ -453,7 +455,7 @@ class ElasticAgent:
     # -- messages become events -----------------------------------------------------------------
 
     def _to_event(self, message: InboxMessage) -> AgentEvent | None:
-        """Return what a message means to the policy, or None if it is handled already."""
+        """Convert a message to an event of the policy, or handle it here and return None."""
         match message:
             case PrepareFinished(peers_can_regroup):
                 self._needs_check = False
@@ -470,7 +472,7 @@ class ElasticAgent:
                 return self._on_generation(message)
             case Change():
                 self._reporter.on_change(message)
-                change = self._with_requested_restart(message)
+                change = self._apply_restart_request(message)
                 return policy.MembershipChanged(change, self._can_regroup())
             case Exception():
                 return self._on_rendezvous_error(message)
@@ -539,7 +541,7 @@ class ElasticAgent:
         options, name = self._options, signal_name(number)
         reason = options.drain_reason(number)
         is_drain = number in options.drain_signals
-        if is_drain or (number in options.notice_signals and self._can_notify(reason)):
+        if is_drain or (number in options.notice_signals and self._ensure_notified(reason)):
             return self._on_drain(number, name, reason)
         return policy.SignalReceived(number, name)
 
@@ -562,10 +564,11 @@ class ElasticAgent:
                 type(self._handler).__name__,
             )
 
-    def _with_requested_restart(self, change: Change) -> Change:
-        """Return a restart for a resize that the leader began before it read the request.
+    def _apply_restart_request(self, change: Change) -> Change:
+        """Convert a resize to a restart if an operator has requested one in this generation.
 
-        Workers that can regroup would continue otherwise.
+        The leader may have begun the resize before it read the request. Workers that can regroup
+        would then continue instead of being restarted.
         """
         if self._is_restart_requested() and change.kind is ChangeKind.RESIZE:
             return attrs.evolve(change, kind=ChangeKind.RESTART)
@@ -576,14 +579,14 @@ class ElasticAgent:
         return self._info is not None and self._info.generation == self._restart_generation
 
     def _can_regroup(self) -> bool:
-        """Return True if workers here can continue in the next generation, and may do so.
+        """Return True if workers here can regroup, and no operator has requested their restart.
 
-        A failure may end the generation before the leader has read a request to restart it.
+        A failure may end the generation before the leader has read that request.
         """
         return not self._is_restart_requested() and self._slots.can_regroup()
 
-    def _can_notify(self, reason: str) -> bool:
-        """Return True if the workers have a stop notice, or accept one now."""
+    def _ensure_notified(self, reason: str) -> bool:
+        """Give running workers a stop notice. Return True if the workers have one or may save."""
         if self._now.state is AgentState.RUNNING:
             notice = self._options.make_notice(reason)
             return notice is not None and self._stopper.notify(notice)
@@ -653,10 +656,11 @@ class ElasticAgent:
         self._join()
 
     def _join(self) -> None:
-        """Ask for the next generation once the imports are done and the node is checked.
+        """Ask for the next generation, or first prepare or check this node if that is due.
 
-        The other nodes must not stop their workers for a node that cannot start its own at once.
-        If their workers can regroup, this node starts its workers before it joins.
+        A thread prepares and checks the node, and its PrepareFinished repeats this call. The other
+        nodes must not stop their workers for a node that cannot start its own at once. If the
+        workers of the other nodes can regroup, this node starts its workers before it joins.
         """
         callback = partial(self._post_for_attempt, self._attempt)
         if not self._is_prepared or self._needs_check:
@@ -691,7 +695,7 @@ class ElasticAgent:
             self._post(PrepareFinished(peers_can_regroup))
 
     def _run_check(self) -> str:
-        """Return why the node must not run workers, or an empty text. The run's end ends it."""
+        """Check this node, but no longer than the run. Return why it is unfit, or an empty text."""
         check_node, check_end = self._options.check_node, self._check_end
         if check_node is None or check_end is None:
             return ""
@@ -800,7 +804,7 @@ class ElasticAgent:
         self._execute(commands)
 
     def _regroup_grace_s(self) -> float:
-        """Return how long workers have to leave their group, or 0 if none can regroup."""
+        """Return how long workers have to leave their group, or 0 if none can or may regroup."""
         # The job may have ended since the stop began, because a failure was one too many.
         if self._now.state is not AgentState.STOPPING or self._now.must_restart:
             return 0.0
@@ -858,7 +862,10 @@ class ElasticAgent:
     # -- the end of the run -------------------------------------------------------------------
 
     def _find_root_cause(self) -> RootCause | None:
-        """Return why the job failed, over all nodes if they answer in time."""
+        """Return the root cause over all nodes, or this node's own if they do not answer in time.
+
+        Return None if the run has not failed, or if this node knows no cause.
+        """
         outcome, info, own = self._now.outcome, self._info, self._reporter.local_root_cause()
         if outcome is None or outcome.state is not WorkerState.FAILED or info is None:
             return None
@@ -884,7 +891,7 @@ class ElasticAgent:
         return own
 
     def _close(self) -> None:
-        """Close every part, even if another one fails to close."""
+        """Close every part of the agent, even if another part fails to close."""
         # Snapshots are written before the node leaves the rendezvous: nodes that continue may need
         # them.
         steps: tuple[tuple[Callable[[], Any], float], ...] = (
@@ -923,7 +930,7 @@ class ElasticAgent:
             log.warning("%s", unsaved)
 
     def _flush_cancel_reason(self) -> str:
-        """Return why the final write must end now: a second stop signal has arrived."""
+        """Return why the final write must end now, or "". Only a second stop signal ends it."""
         signals = self._take_stop_signals()
         if not signals:
             return ""
@@ -935,7 +942,7 @@ class ElasticAgent:
         return ""
 
     def _take_stop_signals(self) -> list[int]:
-        """Return the stop signals that have arrived since the last call."""
+        """Empty the inbox, and return the stop signals that it contained."""
         numbers = []
         while self._inbox:
             _, message = self._inbox.popleft()

@@ -53,7 +53,9 @@ class GroupStopper:
         return self._is_notified
 
     def set_deadline(self, deadline: float) -> tuple[AgentCommand, ...]:
-        """Stop the workers by then, also those that are being stopped. It never moves back.
+        """Stop the workers in time for a deadline, also those that are being stopped.
+
+        A deadline that is later than the current one has no effect.
 
         Args:
             deadline: the time at which this node must have left the job.
@@ -116,7 +118,7 @@ class GroupStopper:
         return notice, commands
 
     def notify(self, notice: StopNotice, *, can_regroup: bool = False) -> bool:
-        """Give the workers a notice, once per group. Return True if they have one."""
+        """Give the workers a notice, at most once per group. Return True if they have one."""
         if not self._is_notified and self._workers.notify(notice):
             self._is_notified = True
             action = "leave their group" if can_regroup else "save and exit"
@@ -127,7 +129,7 @@ class GroupStopper:
         """React to the time and to the workers.
 
         Args:
-            regroup_grace_s: returns the current value of the argument of `begin`.
+            regroup_grace_s: returns the current value of the same argument of `begin`.
         """
         procedure, now = self._procedure, self._clock()
         if procedure is None:
@@ -156,7 +158,7 @@ class GroupStopper:
     def on_messages(
         self, topic: str, messages: Mapping[str, bytes] | None
     ) -> tuple[AgentCommand, ...]:
-        """React to what the nodes have published."""
+        """React to the messages that the nodes have published under a topic. None: no messages."""
         commands: tuple[AgentCommand, ...] = ()
         if self._procedure is None:
             return commands
@@ -168,11 +170,16 @@ class GroupStopper:
         return commands
 
     def is_unsaved(self, exit_: WorkerExit, *, was_standby: bool) -> tuple[bool, bool]:
-        """Judge the exit of a worker.
+        """Return whether a worker failed before it had saved, and the effect on the other workers.
+
+        Args:
+            exit_: the exit of the worker.
+            was_standby: the worker was in no group.
 
         Returns:
-            Whether the worker failed after a notice, before it had saved; and whether the other
-            workers can therefore not agree on a stop call.
+            A tuple of the two fields of WorkerExited: `exited_before_saving` is True if the worker
+            failed after it had a stop notice, and `stop_call_undecided` if the other workers can
+            therefore not agree on a stop call.
         """
         procedure = self._procedure
         if procedure is None or not procedure.is_in_notice or exit_.succeeded or was_standby:

@@ -81,8 +81,8 @@ def longest_inactivity(
 ) -> Inactivity | None:
     """Return the inactivity that is closest to its limit, or furthest beyond it.
 
-    Workers that never called `context()` are ignored, and workers without steps if others report
-    steps.
+    Workers that never called `context()` are ignored. Workers without steps are ignored if other
+    workers report steps.
 
     Args:
         now: the time on this machine's monotonic clock.
@@ -122,10 +122,10 @@ RankProgressList = tuple[RankProgress, ...]
 
 
 def reporting_ranks(progress: Iterable[RankProgress]) -> list[RankProgress]:
-    """Return the ranks that report steps.
+    """Return the ranks that report steps or may be in their first step.
 
-    A rank without steps reports none if another rank has reported two. If the others have reported
-    one, the rank may be in its first step, and the others wait for it.
+    A rank without steps is left out if another rank has reported more than one step. As long as no
+    rank has, the rank without steps may be in its first step, and the other ranks may wait for it.
     """
     ranks = list(progress)
     has_two_steps = any(rank.num_steps > 1 for rank in ranks)
@@ -133,7 +133,7 @@ def reporting_ranks(progress: Iterable[RankProgress]) -> list[RankProgress]:
 
 
 def slowest_rank(progress: Iterable[RankProgress]) -> RankProgress | None:
-    """Return the rank with the lowest step. Of several, the one that is inactive the longest."""
+    """Return the rank with the lowest step; of several, the rank inactive for the longest time."""
     return min(
         reporting_ranks(progress),
         key=lambda rank: (rank.step, -rank.inactive_s, rank.rank),
@@ -142,7 +142,7 @@ def slowest_rank(progress: Iterable[RankProgress]) -> RankProgress | None:
 
 
 def describe_hang(progress: Iterable[RankProgress], limit: float) -> str:
-    """Return one line: the slowest rank, the steps of the others, and the limit."""
+    """Return one line with the slowest rank, the steps of the other ranks, and the limit."""
     ranks = reporting_ranks(progress)
     slowest = slowest_rank(ranks)
     if slowest is None:
@@ -206,7 +206,7 @@ class HangDetector:
     peer_reports: Sequence[Sequence[RankProgress]] = ()  # of each other node
 
     def on_peer_reports(self, messages: Mapping[str, bytes]) -> HangDetector:
-        """Store what the nodes have published."""
+        """Store the progress that the other nodes have published."""
         own = str(self.node_rank)
         reports = [decode_progress(data) for node, data in messages.items() if node != own]
         return attrs.evolve(self, peer_reports=reports)
@@ -214,7 +214,7 @@ class HangDetector:
     def no_steps_warning(self, now: float, heartbeats: Mapping[int, Heartbeat]) -> str:
         """Return a warning if no worker reports steps, or an empty string.
 
-        It is due when half of the limit for the first step has passed.
+        The warning is returned only after half of the limit for the first step.
         """
         seconds = now - self.started_at
         is_early = seconds < self.limits.timeout_for(Heartbeat()) * SUSPECT_FRACTION
@@ -242,7 +242,7 @@ class HangDetector:
     def poll(self, now: float, heartbeats: Mapping[int, Heartbeat]) -> HangTransition:
         """React to the time, and to the workers' current heartbeats."""
         if self.suspect is not None:
-            return self._decide(self.suspect, now)
+            return self._report_hang_if_complete(self.suspect, now)
         if now < self.next_poll_at:
             return self, ()
         started_at, late_s = self.started_at, now - self.next_poll_at
@@ -256,14 +256,15 @@ class HangDetector:
         if inactivity is None or inactivity.fraction < SUSPECT_FRACTION:
             return detector, ()
         if inactivity.fraction >= 1 or self.peer_reports:
-            return detector._suspect(now, inactivity, heartbeats)
+            return detector._start_collecting(now, inactivity, heartbeats)
         if self.is_subscribed or not self.num_peers:
             return detector, ()
         return attrs.evolve(detector, is_subscribed=True), (Subscribe(HANG_TOPIC),)
 
-    def _suspect(
+    def _start_collecting(
         self, now: float, inactivity: Inactivity, heartbeats: Mapping[int, Heartbeat]
     ) -> HangTransition:
+        """Record which worker hangs, and request the stacks and the other nodes' reports."""
         progress = [
             RankProgress(
                 self.ranks[local_rank],
@@ -283,7 +284,7 @@ class HangDetector:
             DumpStacks(),
         )
 
-    def _decide(self, suspect: Inactivity, now: float) -> HangTransition:
+    def _report_hang_if_complete(self, suspect: Inactivity, now: float) -> HangTransition:
         is_waiting = len(self.peer_reports) < self.num_peers and now < self.peer_deadline
         if self.stacks is None or is_waiting:
             return self, ()
@@ -291,7 +292,7 @@ class HangDetector:
         return self, (HangDetected(reason, self.inactive_since, self.stack_report()),)
 
     def stack_report(self) -> str:
-        """Return the stacks of this node's slowest ranks.
+        """Return the stacks of those ranks of this node that are at the job's lowest step.
 
         The rarest stacks come first, because most ranks wait for the one that hangs.
         """

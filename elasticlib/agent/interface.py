@@ -57,7 +57,7 @@ class RunResult:
     def exit_code(self) -> int:
         """0 for success, 1 for failure, 69 for an unfit node, 75 after a drain, 76 after a stop.
 
-        After signal n, it is 128 + n.
+        After a stop by signal n, it is 128 + n.
         """
         if self.is_unfit:
             return UNFIT_NODE_EXIT_CODE
@@ -79,7 +79,7 @@ class SnapshotService(abc.ABC):
 
     @abc.abstractmethod
     def on_workers_starting(self, info: RendezvousInfo, group: WorkerGroup) -> None:
-        """Prepare for the workers of a generation. No worker of an earlier one is running.
+        """Prepare for the workers of a generation. No worker is in a group of an earlier one.
 
         Raises:
             ConfigError: the rendezvous of `info` does not have what the service needs, such as a
@@ -87,7 +87,7 @@ class SnapshotService(abc.ABC):
         """
 
     def on_workers_stopped(self) -> None:  # noqa: B027 - optional
-        """Note that no worker is running, and the node waits for its next generation."""
+        """Note that no worker is in a group, and that the node waits for its next generation."""
 
     @abc.abstractmethod
     def close(self, *, flush: bool, cancel_reason: Callable[[], str] = str) -> str:

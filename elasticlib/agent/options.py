@@ -93,9 +93,9 @@ class AgentOptions:
     def agent_only_signals(self) -> tuple[int, ...]:
         """Signals that workers ignore from their start, because only the agent reacts to them.
 
-        Slurm sends a signal to every process of a step. By default it would kill the workers, and
-        their DataLoader workers, before anything is saved. Signals that stop workers, such as
-        SIGTERM, are not among them.
+        Slurm sends a signal to every process of a step. By default the signal would kill the
+        workers, and their DataLoader workers, before anything is saved. Signals that stop workers,
+        such as SIGTERM, are not among them.
         """
         return tuple(number for number in self.drain_signals if number not in STOP_SIGNALS)
 

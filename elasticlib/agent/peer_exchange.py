@@ -32,7 +32,7 @@ CLOSE_TIMEOUT_S = 1.0
 
 @attrs.frozen
 class PeerMessages:
-    """All messages of a topic."""
+    """All messages that the nodes of a generation have published under a topic."""
 
     prefix: str  # identifies the generation
     topic: str
@@ -89,11 +89,11 @@ class PeerExchange:
 
     @property
     def prefix(self) -> str:
-        """Identifies the generation in `PeerMessages`; empty if it has no peers or no store."""
+        """The text that identifies the generation in PeerMessages; "" without peers or a store."""
         return "" if self._info is None else self._info.exchange_prefix
 
     def start_generation(self, info: RendezvousInfo) -> None:
-        """Drop the messages and subscriptions of the last generation, and use this one."""
+        """Use this generation. Drop unpublished messages and subscriptions of the last one."""
         has_peers = info.store is not None and info.world_size > 1 and info.exchange_prefix
         self._info = info if has_peers else None
         with self._lock:
@@ -101,11 +101,11 @@ class PeerExchange:
                 self._requests.put((info, None))
 
     def publish(self, message: Publish) -> None:
-        """Publish a message, if there are other nodes."""
+        """Publish a message, if the generation has other nodes."""
         self._submit(message)
 
     def subscribe(self, topic: str) -> None:
-        """Receive the messages of a topic, if there are other nodes."""
+        """Subscribe to the messages of a topic, if the generation has other nodes."""
         self._submit(Subscribe(topic))
 
     def close(self) -> None:
@@ -141,6 +141,7 @@ class PeerExchange:
                 self._exchange(self._served.store, self._served.exchange_prefix)
 
     def _exit_if_idle(self) -> bool:
+        """Return True if the thread has nothing to do, so that it must end now."""
         with self._lock:
             is_busy = self._unpublished or self._topics or not self._requests.empty()
             if not is_busy:
@@ -153,6 +154,7 @@ class PeerExchange:
         return 0.0 if self._polled else None
 
     def _accept(self, info: RendezvousInfo, request: _Request) -> None:
+        """Store a request. The first one of a generation replaces the state of the earlier one."""
         if isinstance(request, _TopicChanged):
             if info is self._served and request.topic in self._topics:
                 listing = request.result if isinstance(request.result, Listing) else None
@@ -171,7 +173,7 @@ class PeerExchange:
             self._stale[request.topic] = None
 
     def _exchange(self, store: Store, prefix: str) -> None:
-        """Publish and deliver all that is due.
+        """Publish the queued messages, and deliver the topics that have changed.
 
         Stop and retry later if the store is unreachable; drop a topic after any other error.
         """

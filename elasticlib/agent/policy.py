@@ -216,7 +216,7 @@ class LeaveGroup(AgentCommand):
 
 @attrs.frozen
 class CancelRegroup(AgentCommand):
-    """Stop the workers that wait for the next group too."""
+    """Also stop the workers that have left their group and wait for the next one."""
 
 
 @attrs.frozen
@@ -226,7 +226,7 @@ class EscalateStop(AgentCommand):
 
 @attrs.frozen
 class ShortenNotice(AgentCommand):
-    """Replace the workers' notice if this one leaves them less time. Empty: do not wait longer."""
+    """Make the workers' notice more urgent or shorter. Empty: end their time to save now."""
 
     notice: str = ""
 
@@ -241,7 +241,7 @@ class ReportFailure(AgentCommand):
 
 @attrs.frozen
 class ReportDrain(AgentCommand):
-    """Report to the other nodes that this one leaves as soon as its workers have saved."""
+    """Report to the other nodes that this node leaves as soon as its workers have saved."""
 
     reason: str
     ends_job: bool = False  # all other nodes shall leave as well
@@ -254,7 +254,7 @@ class ReportSuccess(AgentCommand):
 
 @attrs.frozen
 class Publish(AgentCommand):
-    """Publish a value for the other nodes of the generation. Each node has its own key."""
+    """Publish a value under a key of a topic for the other nodes of the generation."""
 
     topic: str
     key: str
@@ -271,7 +271,7 @@ class Subscribe(AgentCommand):
 
 @attrs.frozen
 class StopAtCall(AgentCommand):
-    """Make all workers stop at this call. None: replace their notice and wait for the call."""
+    """Make all workers stop at this call of `should_stop`. None: only replace their notice."""
 
     call: int | None
     notice: StopNotice
@@ -279,7 +279,7 @@ class StopAtCall(AgentCommand):
 
 @attrs.frozen
 class SignalWorkers(AgentCommand):
-    """Send SIGTERM to all workers, or SIGKILL with `force`."""
+    """Send SIGTERM, or SIGKILL with `force`, to the workers that have not stopped."""
 
     log_message: str = ""
     force: bool = False
@@ -304,7 +304,7 @@ def outcome_of(
 
 
 def end_of_job(change: Change) -> RunOutcome:
-    """Return the outcome of this node's run when the job ends with `change`."""
+    """Return the outcome of this node's run after a final change."""
     if change.kind is ChangeKind.SUCCEEDED:
         return RunOutcome(WorkerState.SUCCEEDED, change.reason)
     if change.kind is ChangeKind.STOPPED:
@@ -341,7 +341,7 @@ def _prestart(now: SupervisorState, event: PeersStillTraining) -> Transition:
     return now, (PrestartWorkers(),)
 
 
-def _prestart_failed(now: SupervisorState, _event: WorkerStartFailed) -> Transition:
+def _on_prestart_failed(now: SupervisorState, _event: WorkerStartFailed) -> Transition:
     # The workers are started again once this node is a member. Then a failure is charged.
     return attrs.evolve(now, is_prestarting=False), (ReportSlots(),)
 
@@ -355,7 +355,7 @@ def _end_without_group(
     return SupervisorState(AgentState.ENDED, outcome=outcome_of(event)), ()
 
 
-def _standby_worker_exited(now: SupervisorState, event: WorkerExited) -> Transition:
+def _on_standby_worker_exited(now: SupervisorState, event: WorkerExited) -> Transition:
     standby = now.standby_ranks - {event.exit.local_rank}
     is_prestarting = now.is_prestarting and bool(standby)
     now = attrs.evolve(now, standby_ranks=standby, is_prestarting=is_prestarting)
@@ -365,31 +365,35 @@ def _standby_worker_exited(now: SupervisorState, event: WorkerExited) -> Transit
 # While workers run.
 
 
-def _worker_exited(now: SupervisorState, event: WorkerExited) -> Transition:
+def _on_worker_exited(now: SupervisorState, event: WorkerExited) -> Transition:
     exited = {event.exit.local_rank}
     now = attrs.evolve(
         now, running_ranks=now.running_ranks - exited, standby_ranks=now.standby_ranks - exited
     )
     if not event.exit.succeeded:
         failure = ReportFailure(event.exit.describe(), event.exit.was_killed)
-        return _fail(now, failure, can_regroup=event.can_regroup)
+        return _report_failure_and_stop(now, failure, can_regroup=event.can_regroup)
     if now.running_ranks:
         return now, ()
     finished = SupervisorState(AgentState.FINISHED, standby_ranks=now.standby_ranks)
     return finished, (ReportSuccess(),)
 
 
-def _failed(now: SupervisorState, event: WorkerStartFailed | HangDetected) -> Transition:
-    return _fail(now, ReportFailure(event.reason), can_regroup=event.can_regroup)
+def _on_start_failure_or_hang(
+    now: SupervisorState, event: WorkerStartFailed | HangDetected
+) -> Transition:
+    return _report_failure_and_stop(now, ReportFailure(event.reason), can_regroup=event.can_regroup)
 
 
-def _fail(now: SupervisorState, failure: ReportFailure, *, can_regroup: bool) -> Transition:
+def _report_failure_and_stop(
+    now: SupervisorState, failure: ReportFailure, *, can_regroup: bool
+) -> Transition:
     # The failure is reported before the stop, so that the other nodes stop at the same time.
     stop = Regroup() if can_regroup else StopWorkers()
     return attrs.evolve(now, state=AgentState.STOPPING), (failure, stop)
 
 
-def _membership_changed(now: SupervisorState, event: MembershipChanged) -> Transition:
+def _on_membership_changed(now: SupervisorState, event: MembershipChanged) -> Transition:
     if event.change.kind.is_final:
         return _begin_ending(now, event), (StopWorkers(),)
     # All ranks can agree on a stop call only if no node was lost and no worker failed.
@@ -403,7 +407,7 @@ def _membership_changed(now: SupervisorState, event: MembershipChanged) -> Trans
 
 
 def _end_run(stop: type[StopWorkers | ShortenNotice]) -> Callable[..., Transition]:
-    """Return the transition that ends this node's run after its workers were stopped by `stop`."""
+    """Return a transition that ends this node's run and stops its workers by command `stop`."""
 
     def end_run(
         now: SupervisorState, event: SignalReceived | ComponentFailed | DrainRequested
@@ -422,7 +426,7 @@ def _end_run(stop: type[StopWorkers | ShortenNotice]) -> Callable[..., Transitio
 # While workers are being stopped.
 
 
-def _stopping_worker_exited(now: SupervisorState, event: WorkerExited) -> Transition:
+def _on_exit_while_stopping(now: SupervisorState, event: WorkerExited) -> Transition:
     outcome = now.outcome
     if event.exited_before_saving and outcome is not None and outcome.lets_workers_save:
         # The state does not change, but the reason mentions the worker that did not save.
@@ -431,13 +435,14 @@ def _stopping_worker_exited(now: SupervisorState, event: WorkerExited) -> Transi
     return now, (ShortenNotice(),) if event.stop_call_undecided else ()
 
 
-def _changed_while_stopping(now: SupervisorState, event: MembershipChanged) -> Transition:
+def _on_change_while_stopping(now: SupervisorState, event: MembershipChanged) -> Transition:
     return (
         (_begin_ending(now, event), (CancelRegroup(),)) if event.change.kind.is_final else (now, ())
     )
 
 
-def _drain_again(now: SupervisorState, event: DrainRequested) -> Transition:
+def _on_drain_while_ending(now: SupervisorState, event: DrainRequested) -> Transition:
+    """Turn a drain of this node into a stop of the job if the new request ends the job."""
     outcome = now.outcome
     if not event.ends_job or outcome is None or outcome.state is not WorkerState.DRAINED:
         return now, ()
@@ -449,7 +454,7 @@ def _escalate(now: SupervisorState, _event: SignalReceived) -> Transition:
     return now, (EscalateStop(),)
 
 
-def _workers_stopped(now: SupervisorState, event: WorkersStopped) -> Transition:
+def _on_workers_stopped(now: SupervisorState, event: WorkersStopped) -> Transition:
     if event.unkillable:
         # This hides the earlier reason, because nothing else reports processes that are left.
         reason = f"these survived SIGKILL: {event.unkillable}"
@@ -464,7 +469,7 @@ def _workers_stopped(now: SupervisorState, event: WorkersStopped) -> Transition:
 # After all workers of this node have succeeded.
 
 
-def _changed_after_success(
+def _on_change_after_success(
     now: SupervisorState, event: MembershipChanged | ComponentFailed
 ) -> Transition:
     if isinstance(event, ComponentFailed):
@@ -488,37 +493,37 @@ _S = AgentState
 TRANSITIONS: dict[tuple[AgentState, type], Callable[..., Transition]] = {
     (_S.JOINING, GenerationFormed): _start_workers,
     (_S.JOINING, PeersStillTraining): _prestart,
-    (_S.JOINING, WorkerStartFailed): _prestart_failed,
+    (_S.JOINING, WorkerStartFailed): _on_prestart_failed,
     (_S.JOINING, RendezvousEnded): _end_without_group,
     (_S.JOINING, SignalReceived): _end_without_group,
     (_S.JOINING, ComponentFailed): _end_without_group,
     (_S.JOINING, DrainRequested): _end_without_group,
-    (_S.JOINING, WorkerExited): _standby_worker_exited,
-    (_S.RUNNING, WorkerStartFailed): _failed,
-    (_S.RUNNING, WorkerExited): _worker_exited,
-    (_S.RUNNING, HangDetected): _failed,
-    (_S.RUNNING, MembershipChanged): _membership_changed,
+    (_S.JOINING, WorkerExited): _on_standby_worker_exited,
+    (_S.RUNNING, WorkerStartFailed): _on_start_failure_or_hang,
+    (_S.RUNNING, WorkerExited): _on_worker_exited,
+    (_S.RUNNING, HangDetected): _on_start_failure_or_hang,
+    (_S.RUNNING, MembershipChanged): _on_membership_changed,
     (_S.RUNNING, SignalReceived): _end_run(StopWorkers),
     (_S.RUNNING, ComponentFailed): _end_run(StopWorkers),
     (_S.RUNNING, DrainRequested): _end_run(StopWorkers),
-    (_S.STOPPING, WorkerExited): _stopping_worker_exited,
-    (_S.STOPPING, WorkersStopped): _workers_stopped,
-    (_S.STOPPING, MembershipChanged): _changed_while_stopping,
+    (_S.STOPPING, WorkerExited): _on_exit_while_stopping,
+    (_S.STOPPING, WorkersStopped): _on_workers_stopped,
+    (_S.STOPPING, MembershipChanged): _on_change_while_stopping,
     (_S.STOPPING, SignalReceived): _end_run(ShortenNotice),
     (_S.STOPPING, ComponentFailed): _end_run(ShortenNotice),
     (_S.STOPPING, DrainRequested): _end_run(ShortenNotice),
-    (_S.FINISHED, WorkerExited): _standby_worker_exited,
-    (_S.FINISHED, MembershipChanged): _changed_after_success,
+    (_S.FINISHED, WorkerExited): _on_standby_worker_exited,
+    (_S.FINISHED, MembershipChanged): _on_change_after_success,
     (_S.FINISHED, SignalReceived): _end_without_group,
-    (_S.FINISHED, ComponentFailed): _changed_after_success,
+    (_S.FINISHED, ComponentFailed): _on_change_after_success,
     (_S.FINISHED, DrainRequested): _end_without_group,
     (_S.ENDING, GenerationFormed): _ignore,
-    (_S.ENDING, WorkerExited): _stopping_worker_exited,
-    (_S.ENDING, WorkersStopped): _workers_stopped,
+    (_S.ENDING, WorkerExited): _on_exit_while_stopping,
+    (_S.ENDING, WorkersStopped): _on_workers_stopped,
     (_S.ENDING, MembershipChanged): _ignore,
     (_S.ENDING, SignalReceived): _escalate,
     (_S.ENDING, ComponentFailed): _ignore,
-    (_S.ENDING, DrainRequested): _drain_again,
+    (_S.ENDING, DrainRequested): _on_drain_while_ending,
 }
 
 

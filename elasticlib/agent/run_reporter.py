@@ -41,7 +41,7 @@ Ranks = tuple[int, ...]
 
 
 def root_cause_of(failure: WorkerExit, host: str, generation: int) -> RootCause:
-    """Return the root cause for the other nodes, with texts of bounded length."""
+    """Convert the failure of a worker to a RootCause, with texts of bounded length."""
     first = failure.root_failure
     return RootCause(
         host=host,
@@ -60,7 +60,7 @@ def root_cause_of(failure: WorkerExit, host: str, generation: int) -> RootCause:
 
 
 def publish_root_cause(cause: RootCause) -> Publish:
-    """Return the command that publishes a failure, unless another node was earlier."""
+    """Return the command that publishes a root cause, unless a node has published one before."""
     return Publish(ROOT_CAUSE_TOPIC, FIRST_FAILURE_KEY, encode(cause), only_if_absent=True)
 
 
@@ -71,7 +71,7 @@ def publish_failed_ranks(node_rank: int, ranks: Collection[int]) -> Publish:
 
 
 def merge_root_cause(messages: Mapping[str, bytes]) -> RootCause | None:
-    """Combine what all nodes published. Return None while no failure is known."""
+    """Combine the published root cause with the failed ranks. None if no cause is published."""
     data = messages.get(FIRST_FAILURE_KEY)
     cause = None if data is None else decode(RootCause, data)
     if cause is None:
@@ -89,7 +89,7 @@ def with_subsequent_ranks(cause: RootCause, ranks: Iterable[int]) -> RootCause:
 
 
 def summary(event: AgentEvent) -> str:
-    """Return a short text about an event: its own reason if it has one."""
+    """Return a short text about an event: its own reason, or else the name of its class."""
     match event:
         case policy.WorkerExited():
             return event.exit.describe()
@@ -258,7 +258,7 @@ class RunReporter:
         return root_cause_of(exit_, self._host, self._generation)
 
     def on_failure_without_exit(self, reason: str) -> RootCause:
-        """Record that workers could not be started, or hang. Return the cause to publish."""
+        """Record a failed start of workers, or a hang. Return the root cause to publish."""
         numbers, text = (self._generation, -1, -1), shorten(reason, MAX_LINE_BYTES)
         self._failure_without_exit = RootCause(
             self._host, *numbers, pid=0, returncode=0, signal="", summary=text
@@ -266,7 +266,7 @@ class RunReporter:
         return self._failure_without_exit
 
     def on_hang(self, event: policy.HangDetected) -> RootCause:
-        """Log the stacks of a hang. Return the cause to publish."""
+        """Log the stacks of a hang, and record the hang. Return the root cause to publish."""
         self.log_stacks(event.stacks)
         return self.on_failure_without_exit(event.reason)
 
@@ -300,7 +300,7 @@ class RunReporter:
         )
 
     def on_control(self, action: str, by: str) -> None:
-        """Report that an operator has requested something.
+        """Report that an operator has requested an action.
 
         Args:
             action: drain, stop or restart.
@@ -323,7 +323,7 @@ class RunReporter:
         self._record("stopped", duration_seconds=seconds, survivors=event.unkillable)
 
     def on_change(self, change: Change) -> None:
-        """Note that the generation or the job is over."""
+        """Note the change that ends the generation, and whether a node has made the job fail."""
         self.failed_on_other_node = change.kind is ChangeKind.FAILED and bool(change.node)
 
     # -- at the end -----------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from .policy import AgentState, SupervisorState
 
 
 class SlotReporter:
-    """Reports slots and the ability to regroup to the handler, each value once.
+    """Reports slots and the ability to regroup to the handler, if they have changed.
 
     A node offers all of its workers while it joins, and its current members while it runs. Standby
     workers are added once all of them are ready, so that one resize admits them together.
@@ -46,6 +46,8 @@ class SlotReporter:
     def should_prestart(self, last: RendezvousInfo | None) -> bool:
         """Return True if this node can start its workers while the other nodes train.
 
+        In that case, report 0 slots, so that this node is not admitted before they are ready.
+
         Args:
             last: the generation that this node was in, or None before the first.
         """
@@ -58,10 +60,10 @@ class SlotReporter:
                 self._has_reported_regroup and last.world_size > 1 and has_stepped
             )
         is_none_ready = not any(self._workers.standby_ranks().values())
-        return self._peers_can_regroup and is_none_ready and self._report(0, retained=False)
+        return self._peers_can_regroup and is_none_ready and self._report_slots(0, retained=False)
 
     def update(self, now: SupervisorState, num_members: int) -> None:
-        """Report what has changed.
+        """Report the slots and the ability to regroup, if they have changed.
 
         Args:
             now: the state of the agent.
@@ -82,10 +84,10 @@ class SlotReporter:
             slots = num_members + (num_ready if can_all_join and are_members_running else 0)
         else:
             return
-        self._report(slots, retained=retained)
+        self._report_slots(slots, retained=retained)
 
-    def _report(self, slots: int, *, retained: bool) -> bool:
-        """Report a new value. Return True if the handler accepts such reports."""
+    def _report_slots(self, slots: int, *, retained: bool) -> bool:
+        """Report the slots if they have changed. Return True if the handler accepts reports."""
         is_new = (slots, retained) != self._reported
         if is_new and self._handler.report_slots(slots, retained=retained):
             self._reported, self._is_accepted = (slots, retained), True
@@ -95,7 +97,8 @@ class SlotReporter:
         """Return the local ranks of the workers that get the ranks of this node's assignment.
 
         Raises:
-            ConfigError: the assignment has more workers than the spec, or fewer than were offered.
+            ConfigError: the assignment has more workers than the spec, or none, or fewer although
+                the handler has accepted no report of slots.
         """
         slots, local_world_size = assignment.local_world_size, self._local_world_size
         is_partial = slots < local_world_size

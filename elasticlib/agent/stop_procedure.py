@@ -86,7 +86,7 @@ class StopTimeouts:
             elapsed: Seconds since the stop was requested.
         """
         for stage in (StopStage.NOTICE, StopStage.TERM, StopStage.KILL):
-            if elapsed < self._end_of(stage):
+            if elapsed < self._end_of_stage(stage):
                 return stage
         return StopStage.GIVE_UP
 
@@ -96,9 +96,9 @@ class StopTimeouts:
         Args:
             elapsed: Seconds since the stop was requested.
         """
-        return max(0.0, self._end_of(min(self.stage_at(elapsed), StopStage.KILL)) - elapsed)
+        return max(0.0, self._end_of_stage(min(self.stage_at(elapsed), StopStage.KILL)) - elapsed)
 
-    def _end_of(self, stage: StopStage) -> float:
+    def _end_of_stage(self, stage: StopStage) -> float:
         return sum((self.notice_timeout, self.shutdown_timeout, self.kill_timeout)[: stage + 1])
 
 
@@ -202,11 +202,11 @@ class StopProcedure:
     def start(self, now: float, notice: StopNotice | None) -> StopTransition:
         """Start the procedure. The workers have received `notice`, or are stopped without one."""
         if notice is None and self.regroup_grace_s:
-            return self._start_leaving(now), (LeaveGroup(), *self._publish(NO_COMMON_CALL))
+            return self._start_leaving(now), (LeaveGroup(), *self._publish_proposal(NO_COMMON_CALL))
         if notice is None:
             timeouts = self.timeouts.with_notice(0.0)
             procedure = attrs.evolve(self, timeouts=timeouts, started_at=now, stage=StopStage.TERM)
-            return procedure, (SignalWorkers(), *self._publish(NO_COMMON_CALL))
+            return procedure, (SignalWorkers(), *self._publish_proposal(NO_COMMON_CALL))
         procedure = attrs.evolve(
             self,
             timeouts=self.timeouts.with_notice(notice.grace_s),
@@ -217,10 +217,10 @@ class StopProcedure:
         return procedure, self._subscribe_to_broken_group()
 
     def shorten_notice(self, now: float, notice: StopNotice | None) -> StopTransition:
-        """Replace the notice, or with None end the time that the workers have.
+        """Replace the workers' notice, or end their time to save if `notice` is None.
 
-        The more urgent reason and the shorter time apply. Other nodes that have received an
-        earlier proposal keep it.
+        The more urgent reason and the shorter time of the two notices apply. A proposal that this
+        node has published stays valid. Nothing happens if the workers have no notice any more.
         """
         if self.notice is None or self.stage is not StopStage.NOTICE:
             return self, ()
@@ -248,7 +248,7 @@ class StopProcedure:
         return self, ()
 
     def allow_regroup(self, regroup_grace_s: float) -> StopTransition:
-        """Let workers regroup that could not when the procedure started, if the time is not 0."""
+        """Set the time to leave the group, because workers may be able to regroup only now."""
         procedure = attrs.evolve(self, regroup_grace_s=regroup_grace_s)
         return procedure, procedure._subscribe_to_broken_group()
 
@@ -290,6 +290,7 @@ class StopProcedure:
         return procedure, (*negotiation, *stages)
 
     def _negotiate(self, now: float, call: int | None) -> StopTransition:
+        """Publish this node's proposal once it is known, and act on the nodes' agreement."""
         if self.notice is None or not self.is_negotiating:
             return self, ()
         has_failed = now >= self.deadline or (self.num_nodes > 1 and not self.is_peer_reachable)
@@ -297,7 +298,7 @@ class StopProcedure:
         commands: tuple[AgentCommand, ...] = ()
         if own is None and call is not None and not has_failed:
             own = StopProposal(call, self.notice.reason, self.deadline - now)
-            commands = self._publish(own)
+            commands = self._publish_proposal(own)
         agreement = own if self.num_nodes == 1 else agree_on_stop(self.proposals, self.num_nodes)
         if own is None or agreement is None:
             agreement = NO_COMMON_CALL if has_failed else None
@@ -315,6 +316,7 @@ class StopProcedure:
         return (procedure.escalate(now) if self.is_in_notice else procedure), commands
 
     def _advance_stage(self, now: float, running: str) -> StopTransition:
+        """Send the signal of a stage that has begun, or report that the procedure has finished."""
         if not running:
             return self, (WorkersStopped(),)
         timeouts, started_at = self.timeouts, self.started_at
@@ -326,7 +328,9 @@ class StopProcedure:
             started_at = now - timeouts.notice_timeout - timeouts.shutdown_timeout
         commands: list[AgentCommand] = []
         if self.stage < StopStage.TERM <= stage:
-            commands.append(SignalWorkers(f"{self._notice_end()}, sending SIGTERM: {running}"))
+            commands.append(
+                SignalWorkers(f"{self._explain_notice_end()}, sending SIGTERM: {running}")
+            )
         if self.stage < StopStage.KILL <= stage:
             late = f"still running {timeouts.shutdown_timeout:g} s after SIGTERM"
             reason = "a further signal arrived" if self.is_killed_early else late
@@ -335,7 +339,7 @@ class StopProcedure:
             commands.append(WorkersStopped(unkillable=running))
         return attrs.evolve(self, stage=stage, started_at=started_at), tuple(commands)
 
-    def _notice_end(self) -> str:
+    def _explain_notice_end(self) -> str:
         """Return why the workers do not get more time before SIGTERM."""
         if self.is_leaving:
             return f"still in their group {self.regroup_grace_s:g} s after it was over"
@@ -351,7 +355,7 @@ class StopProcedure:
     def _has_peers(self) -> bool:
         return self.num_nodes > 1 and self.is_peer_reachable
 
-    def _publish(self, proposal: StopProposal) -> tuple[AgentCommand, ...]:
+    def _publish_proposal(self, proposal: StopProposal) -> tuple[AgentCommand, ...]:
         if not self._has_peers:
             return ()
         return propose_stop(self.node_rank, proposal), Subscribe(STOP_TOPIC)

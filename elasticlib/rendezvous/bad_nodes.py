@@ -31,7 +31,7 @@ class ExcludedHost:
 def add_failure(
     history: Iterable[FirstFailure], generation: int, host: str, *, window: int
 ) -> tuple[FirstFailure, ...]:
-    """Return the history with a failure.
+    """Return the history with one more failure.
 
     Args:
         history: the earlier failures, oldest first.
@@ -66,7 +66,7 @@ def excluded_hosts(
 ) -> tuple[str, ...]:
     """Return the bad hosts that the job can do without.
 
-    The candidates on other hosts are always at least `min_nodes`, and no further bad host could be
+    At least `min_nodes` candidates remain on other hosts, and would not if another bad host were
     excluded. So a job of one node, or on one host, excludes none.
 
     Args:

@@ -23,7 +23,7 @@ IMPORT_TIMEOUT_S = 60.0  # importing torch from a cold disk can take this long
 
 
 class BootstrapStore(Protocol):
-    """A store that is being served until it is closed."""
+    """A store of torch that is served until it is closed."""
 
     @property
     def port(self) -> int: ...
@@ -101,7 +101,9 @@ def torch_store_opener(use_libuv: bool) -> Callable[[str], BootstrapStore]:
 
 @functools.cache
 def import_torch() -> threading.Thread:
-    """Import torch in a thread, once per process. Errors appear when a store is opened.
+    """Import torch in a thread, once per process, and return the thread.
+
+    Errors of the import appear when a store is opened.
 
     The exit of the process waits for the thread, because exiting during the import can abort it.
     """
@@ -139,7 +141,10 @@ class BootstrapStoreServer:
         self._proxy: StoreProxy | None = None
 
     def open(self, address: str) -> None:
-        """Open the store at a local address. This may import torch and resolve the address."""
+        """Open the store at a local address. This may import torch and resolve the address.
+
+        An exception is stored in `error` and not raised.
+        """
         try:
             self._open(address)
         except Exception as error:  # raised by the thread that needs the endpoint

@@ -175,7 +175,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
     def is_closed(self) -> bool:
         """Return whether there is no further generation for this node.
 
-        The call waits at most one lease for the first answer of the store.
+        The call waits at most `lease_ttl` seconds for the first answer of the store.
         """
         node = self._thread.node
         self._thread.wait_until(lambda: node.snapshot, self._timeouts.lease_ttl)
@@ -201,9 +201,9 @@ class DynamicRendezvousHandler(RendezvousHandler):
         return status.num_waiting if is_current else 0
 
     def add_task(self, run: Callable[[], float]) -> Callable[[], None]:
-        """Call a function again and again in the thread that uses the store, until `shutdown`.
+        """Make the thread that uses the store call a function repeatedly, until `shutdown`.
 
-        The thread has nothing else to do then, and the store was reachable at its last call.
+        The thread calls it only if the rendezvous has nothing to do and the store is reachable.
 
         Args:
             run: Returns the seconds until its next call. Raises nothing.
@@ -214,7 +214,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
         return self._thread.add_task(run)
 
     def seconds_since_refresh(self) -> float | None:
-        """Return the age of the last successful refresh of this node's lease, or None."""
+        """Return the seconds since this node last updated its lease, or None if it never has."""
         refreshed_at = self._thread.node.last_refresh_at
         return None if refreshed_at is None else max(0.0, self._clock() - refreshed_at)
 

@@ -172,7 +172,7 @@ class RendezvousHandler(abc.ABC):
     def start_join(self, callback: Callable[[RendezvousInfo | Change | Exception], None]) -> bool:
         """Start what `next_rendezvous` and then `wait_for_change` do, without blocking a thread.
 
-        A new call replaces the one before, whose callback is not called again.
+        A new call replaces the previous call, whose callback is not called again.
 
         Args:
             callback: Called from any thread, and must not block. It gets the RendezvousInfo once
@@ -230,7 +230,7 @@ class RendezvousHandler(abc.ABC):
         If the number differs from the current generation's, all members are asked to stop at a
         step that they agree on. A node that offers 0 is left out of a generation until it offers
         more. The next generation waits for a returning member that offers 0, unless other members
-        have retained workers: these then continue without it.
+        have retained workers: the other members then continue without that node.
 
         Args:
             slots: The number of workers.
@@ -244,7 +244,7 @@ class RendezvousHandler(abc.ABC):
         return False
 
     def report_can_regroup(self) -> None:  # noqa: B027 - optional
-        """Take note that all workers of this node can continue in another generation."""
+        """Take note that workers of this node can continue in another generation."""
 
     def peers_can_regroup(self) -> bool:
         """Return whether the job has workers that can continue in another generation.

@@ -78,7 +78,7 @@ def backoff(failures: int) -> float:
 
 
 class JobSnapshot(JobListing):
-    """A listing of the job, with what it means for this node."""
+    """A listing of the job, with this node's assignment and, for the leader, its view."""
 
     assignment: RankAssignment | None = None  # this node's, in the current generation
     view: LeaderView | None = None  # input of the decision, if this node leads
@@ -177,8 +177,8 @@ class LocalNode:
 
         Args:
             now: the time.
-            progress_due: when the agent's loop must have made progress. If it is late, the node
-                withdraws until the loop runs again.
+            progress_due: when the agent's loop must have made progress. If it has not, the node
+                deletes its leases until the loop runs again.
         """
         loop_timeout = self.timeouts.loop_timeout
         if now - self._publish_called_at > loop_timeout * PAUSE_FRACTION:
@@ -233,7 +233,7 @@ class LocalNode:
         return True
 
     def leave(self) -> None:
-        """Leave for good, recording the departure, so that the node does not count as lost."""
+        """Leave for good. A published member records this, so that it does not count as lost."""
         state = self.intent.remembered_state
         if state is not None and self._published is not None:
             self.store.set(self.keys.left(state.membership_id, self._id), b"")
@@ -249,7 +249,7 @@ class LocalNode:
 
     @property
     def is_leader(self) -> bool:
-        """True if this node had the leader's lease when it was last refreshed or read."""
+        """True if this node had the leader's lease when that lease was last refreshed or read."""
         return self.keys.leader in self._leases
 
     @property
@@ -369,7 +369,8 @@ class LocalNode:
     def _return_grace_s(self, remembered: MembershipState | None, now: float) -> float:
         """Return how long other nodes may still take to return after an absence of the store.
 
-        They may notice that the store is back later than this node, by as long as it was away.
+        Other nodes may notice the return of the store later than this node, by as long as the
+        store was away.
         """
         absence = self._absence_s if remembered is None else max(self._absence_s, self._ttl)
         absence = min(absence, self._ttl + RECONNECT_TIME_S)
@@ -378,10 +379,12 @@ class LocalNode:
     # -- leading -----------------------------------------------------------------------------------
 
     def try_become_leader(self, snapshot: JobSnapshot) -> bool:
-        """Take the leader's lease if no node has it, or update this node's own entry.
+        """Take the leader's lease if no node has it, or update this node's own leader entry.
+
+        A node that has not published its record does not become leader.
 
         Returns:
-            Whether the entry was written.
+            Whether the leader entry was written.
         """
         node = self.intent.node
         leader = Leader(self._id, node.host, node.inactive_incarnation, self.can_regroup)
@@ -414,23 +417,26 @@ class LocalNode:
         if view is None:
             name = "no node" if snapshot.leader is None else snapshot.leader.host
             return ReconcileResult(f"{name} decides, and this node waits"), False
-        self._delete_unshared_memory(snapshot, view)
+        self._delete_orphaned_state(snapshot, view)
         self._num_nonces += 1
         nonce = f"{self._id_digest}.{self._num_nonces}"
         result = reconcile(attrs.evolve(view, nonce=nonce, wall_time=wall_time))
         if result.new_membership is None:
             return result, False
-        return result, self._write(result.new_membership, snapshot, nonce)
+        return result, self._write_membership(result.new_membership, snapshot, nonce)
 
-    def _delete_unshared_memory(self, snapshot: JobSnapshot, view: LeaderView) -> None:
-        """Delete a remembered state that no live node has, as it may hide one that a node has."""
+    def _delete_orphaned_state(self, snapshot: JobSnapshot, view: LeaderView) -> None:
+        """Delete the remembered state if no live node was a member of its generation.
+
+        Otherwise, no live node could write the state that it remembers, if that is not newer.
+        """
         entry, state = snapshot.remembered_entry, snapshot.remembered_state
         if entry is None or state is None or view.return_grace_s > 0:
             return
         if not any(node.membership_id == state.membership_id for node in view.live_nodes):
             self.store.delete(entry.key, expected=entry.version)
 
-    def _write(self, membership: Membership, snapshot: JobSnapshot, nonce: str) -> bool:
+    def _write_membership(self, membership: Membership, snapshot: JobSnapshot, nonce: str) -> bool:
         """Replace the membership of the snapshot. Return False if another write was faster."""
         before, view = snapshot.state, require_not_none(snapshot.view, "the view of the decision")
         membership_id = membership.membership_id
@@ -441,10 +447,10 @@ class LocalNode:
             self._membership = membership
             is_new_run = before is not None and before.incarnation != membership.incarnation
             if not has_members or is_new_run:
-                self._delete(snapshot.stale_keys(membership_id))
+                self._delete_keys(snapshot.stale_keys(membership_id))
             return True
         if membership_id.endswith(f".{nonce}"):
-            self._delete(self.keys.shard(membership_id, n) for n in shard_members(membership))
+            self._delete_keys(self.keys.shard(membership_id, n) for n in shard_members(membership))
         return False
 
     def _write_state(self, state: MembershipState, snapshot: JobSnapshot) -> bool:
@@ -453,22 +459,22 @@ class LocalNode:
         ).succeeded
 
     def _write_members(self, membership: Membership, snapshot: JobSnapshot) -> None:
-        """Write the shards of the members before the state that refers to them."""
+        """Write the shards of the members. The state that refers to them is written afterwards."""
         membership_id = membership.membership_id
         if not membership_id:
             return
         master_key = self.keys.master_endpoint(membership_id)
-        self._delete(key for key in snapshot.master_keys() if key != master_key)
+        self._delete_keys(key for key in snapshot.master_keys() if key != master_key)
         shards = shard_members(membership).items()
-        for number, rows in self._refreshing(shards, SHARDS_PER_REFRESH):
+        for number, rows in self._iterate_and_refresh(shards, SHARDS_PER_REFRESH):
             self.store.set(self.keys.shard(membership_id, number), encode_shard(rows))
 
-    def _delete(self, keys: Iterable[str]) -> None:
-        for key in self._refreshing(keys, KEYS_PER_REFRESH):
+    def _delete_keys(self, keys: Iterable[str]) -> None:
+        for key in self._iterate_and_refresh(keys, KEYS_PER_REFRESH):
             self.store.delete(key)
 
-    def _refreshing(self, items: Iterable[Item], count: int) -> Iterator[Item]:
-        """Iterate, and refresh the leases after each `count` items, for the store may be slow."""
+    def _iterate_and_refresh(self, items: Iterable[Item], count: int) -> Iterator[Item]:
+        """Yield the items, and refresh this node's leases after each `count` of them."""
         for number, item in enumerate(items, 1):
             yield item
             if number % count == 0:
@@ -500,7 +506,7 @@ class LocalNode:
     def write_reports(
         self, snapshot: JobSnapshot, wall_time: str = "", *, endpoint: str | None = None
     ) -> bool:
-        """Write what this node reports: the end of the job, torch's store, its own success.
+        """Write the reports of this node: job abort, endpoint of torch's store, success of workers.
 
         Args:
             snapshot: the last read.
@@ -537,7 +543,7 @@ class LocalNode:
     # -- waiting -----------------------------------------------------------------------------------
 
     def on_store_success(self, now: float) -> None:
-        """Record that the store answered. If it was away, missing nodes get time to return."""
+        """Record that the store answered. After an absence, missing nodes get time to return."""
         if self._failures:
             self._failures, self._job_found_at = 0, now
 
@@ -607,9 +613,11 @@ class LocalNode:
         return self.state is None or not self.state.membership_id
 
     def _is_better_store(self, other: Store, is_earlier: bool) -> bool:
-        """Return whether the job is further at another store.
+        """Return whether this node shall move to another store.
 
-        If neither store has the job, the earlier one is better, so that all nodes choose the same.
+        The other store must have the job if this one has not, or else a later generation of the
+        same run. If neither store has the job, the earlier store is better, so that all nodes
+        choose the same store.
         """
         entry = other.get(self.keys.state)
         there = None if entry is None else decode_state(entry.value)
@@ -621,7 +629,7 @@ class LocalNode:
         return there.incarnation == here.incarnation and there.generation > here.generation
 
     def publish_status(self, result: ReconcileResult, snapshot: JobSnapshot, now: float) -> float:
-        """Write the leader's status or read it, and log why this node waits.
+        """Write the leader's status if this node leads, else read it, and log why this node waits.
 
         Returns:
             Seconds until there may be something to write, read or log again.
@@ -680,7 +688,7 @@ def make_status(result: ReconcileResult, view: LeaderView) -> LeaderStatus:
 def _needs_write(published: NodeRecord, record: NodeRecord) -> bool:
     """Return whether the published record must be replaced.
 
-    A change of only membership and rank is not written, as the shards name the members.
+    A node that has only entered a generation does not write that, as the shards name the members.
     """
     if record == published:
         return False

@@ -203,7 +203,7 @@ class JobEnd:
 
 @attrs.frozen
 class MembershipState:
-    """The part of a membership that every node reads. Its size does not depend on the job's."""
+    """The part of a membership that every node reads: everything except the list of members."""
 
     settings: RendezvousSettings
     incarnation: str = ""  # identifies one run of the job id
@@ -405,7 +405,7 @@ def form_generation(
 
 
 def evict(membership: Membership, node_ids: Iterable[str], live: Container[str]) -> Membership:
-    """Evict these nodes. The others continue, and no restart is charged.
+    """Evict these nodes. The other nodes continue, and no restart is charged.
 
     Nodes that were evicted before and are neither live nor members are removed from the list, as
     no later node has their ids.
@@ -416,7 +416,10 @@ def evict(membership: Membership, node_ids: Iterable[str], live: Container[str])
 
 
 def record_first_failure(membership: Membership) -> Membership:
-    """Add the host of the failure that ended the current generation to the history."""
+    """Add the host of the failure that ended the current generation to the history.
+
+    Nothing changes if no member has failed.
+    """
     failure, window = membership.failure, membership.settings.bad_node_window
     hosts = {node.id: node.host for node in membership.members}
     if failure is None or failure.node not in hosts:
@@ -476,7 +479,7 @@ def end_job(
 
 
 class Participant(Protocol):
-    """Anything that knows which incarnation had no live node when its node started."""
+    """A record of a node with the incarnation that had no live node when that node started."""
 
     @property
     def inactive_incarnation(self) -> str: ...
@@ -496,10 +499,10 @@ def has_live_node(state: MembershipState, nodes: Iterable[Participant]) -> bool:
 
 
 def is_replaceable(state: MembershipState | None, incarnation: str) -> bool:
-    """Return whether the store holds no run that has formed a generation or has finished.
+    """Return whether the remembered state of run `incarnation` may replace the store's state.
 
-    A remembered run of `incarnation` may then replace the state. A run that was started in place
-    of that incarnation is never replaced by it.
+    It may if the store has no state, or the state of another run that has neither formed a
+    generation nor finished. A run that was started in place of `incarnation` is never replaced.
     """
     if state is None:
         return True

@@ -52,7 +52,7 @@ class NodeIntent:
 
     @property
     def incarnation(self) -> str:
-        """The incarnation of that generation, or an empty string."""
+        """The incarnation of the last generation that the node was a member of, or ""."""
         return "" if self.remembered_state is None else self.remembered_state.incarnation
 
     def with_node_fields(self, **fields: Any) -> NodeIntent:
@@ -69,7 +69,11 @@ class NodeIntent:
         return attrs.evolve(stopped, has_not_joined=False, finished_membership_id="")
 
     def receive_result(self) -> NodeIntent:
-        """Do not take part in a later run, unless the agent requests a generation again."""
+        """Record that the agent has received the final change.
+
+        A node that started after its run had finished then takes part in no later run, unless the
+        agent requests a generation again.
+        """
         has_not_joined = self.has_not_joined or bool(self.inactive_incarnation)
         return attrs.evolve(self, has_not_joined=has_not_joined)
 
@@ -133,7 +137,7 @@ class NodeIntent:
         return outside.check_run_alive(state, nodes)
 
     def on_read(self, state: MembershipState | None) -> NodeIntent:
-        """Update the remembered state; a joining node drops a run that was replaced."""
+        """Update the remembered state. A joining node forgets a run that was replaced."""
         if state is None:
             return self
         if state.membership_id and state.membership_id == self.node.membership_id:

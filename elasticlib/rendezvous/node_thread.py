@@ -140,9 +140,9 @@ class NodeThread:
         self._loop.wake()
 
     def add_task(self, run: Callable[[], float]) -> Callable[[], None]:
-        """Call `run` in the thread again and again, whenever the rendezvous has nothing to do.
+        """Make the thread call `run` repeatedly, whenever the rendezvous has nothing to do.
 
-        It is not called while the store is unreachable.
+        The thread does not call `run` while the store is unreachable.
 
         Args:
             run: Returns the seconds until its next call. Raises nothing.
@@ -170,10 +170,10 @@ class NodeThread:
         self.post(request)
 
     def start_join(self, callback: JoinCallback) -> PendingJoin:
-        """Ask for a generation. A new call replaces the one before.
+        """Ask for a generation. A new call replaces the pending join of an earlier call.
 
         The callback gets the generation and then each change, up to a final one, or an error.
-        It is called by the node's thread, by `stop`, or at once if that thread is stopping.
+        The callback runs in the node's thread, in `stop`, or at once if that thread is stopping.
         """
         join = PendingJoin(callback, self._clock())
         with self._condition:
@@ -193,7 +193,7 @@ class NodeThread:
             self._condition.wait_for(lambda: self.is_stopping or condition(), timeout)
 
     def stop(self, error: Exception | None = None) -> None:
-        """Leave the job. A pending join gets the error."""
+        """Make the thread leave the job and end. A pending join gets the error."""
         with self._condition:
             self.is_stopping, self._error = True, self._error or error
             join, self._join = self._join, None
@@ -220,7 +220,7 @@ class NodeThread:
         return self._error or RendezvousClosedError("this node has left the rendezvous")
 
     def join_timeout_error(self, join: PendingJoin) -> Exception | None:
-        """Return the error that ends this join now, or None.
+        """Return the error if this join has timed out or was replaced, or None if it still waits.
 
         The timeout does not run while a generation is active, so that a spare can wait for a place.
         """
@@ -254,14 +254,14 @@ class NodeThread:
         return error
 
     def _start_taking_part(self) -> None:
-        """Read the job from now on. The node is not announced before a generation is requested."""
+        """Make the thread read the job. No record is published before a generation is requested."""
         if not self._takes_part:
             self._takes_part = True
             self.post()
             self._start()
 
     def _start(self) -> None:
-        """Start the thread, once."""
+        """Start the thread unless it was started, and stop an earlier thread of the same node."""
         with self._condition:
             if self._thread is not None or self.is_stopping:
                 return
@@ -312,7 +312,7 @@ class NodeThread:
             )
 
     def _run_once(self) -> float:
-        """Publish, and poll if it is time. Return the seconds until the next call without events.
+        """Publish, and poll if it is time. Return the seconds to wait if no request arrives before.
 
         Raises the errors that end the node.
         """
@@ -420,7 +420,9 @@ class NodeThread:
             callback=self._on_watch_result,
             with_listing=not node.is_leader,
         ):
-            daemon_thread(partial(self._wait, node.watch_prefix, after), "rendezvous-watch").start()
+            daemon_thread(
+                partial(self._wait_for_change, node.watch_prefix, after), "rendezvous-watch"
+            ).start()
         self._is_watching = True
 
     def _on_watch_result(self, result: WatchResult) -> None:
@@ -433,7 +435,7 @@ class NodeThread:
     def _finish_watch(self, listing: Listing | None) -> None:
         self._is_watching, self._listing = False, listing
 
-    def _wait(self, prefix: str, after: int) -> None:
+    def _wait_for_change(self, prefix: str, after: int) -> None:
         store, timeout = self.node.store, self._timeouts.lease_ttl
         try:
             while not self.is_stopping and not store.wait(prefix, after=after, timeout=timeout):
@@ -454,7 +456,7 @@ class NodeThread:
     # -- joining -----------------------------------------------------------------------------------
 
     def _request_join(self, join: PendingJoin | None) -> None:
-        """Ask for the next generation, as no workers of the current one are left."""
+        """Ask for the next generation. No workers of the current one may be running here."""
         self.close_bootstrap_store()
         self.node.intent = self.node.intent.request_join()
         with self._condition:
@@ -553,7 +555,7 @@ class NodeThread:
 
 
 def as_change(error: Exception) -> Change:
-    """Return the change that an error of the thread means for a member."""
+    """Return the change that ends the generation of a member if this error stops the thread."""
     is_closed = isinstance(error, RendezvousClosedError)
     return Change(ChangeKind.ABORTED if is_closed else ChangeKind.STORE_LOST, str(error))
 

@@ -86,7 +86,7 @@ class ReconcileResult:
 def reconcile(view: LeaderView) -> ReconcileResult:
     """Decide the next step of the job."""
     membership = view.membership
-    restored = _restore_remembered(view)
+    restored = _restore_lost_generation(view)
     if restored is not None:
         return restored
     is_empty = membership is None or not (membership.membership_id or membership.phase.is_terminal)
@@ -110,8 +110,7 @@ def num_nodes_waiting(view: LeaderView) -> int:
     """Return how many nodes wait for the current generation to end and have a place in the next.
 
     Joining nodes count. Members that have stopped their workers count once the generation has
-    finished.
-    Spares beyond max_nodes do not count, as no worker needs to be restarted for them.
+    finished. Spares beyond max_nodes do not count, as no worker needs to be restarted for them.
     """
     membership = view.membership
     if membership is None or not membership.membership_id or membership.phase.is_terminal:
@@ -125,8 +124,11 @@ def num_nodes_waiting(view: LeaderView) -> int:
     return min(len(returned) + len(joining), places)
 
 
-def _restore_remembered(view: LeaderView) -> ReconcileResult | None:
-    """Restore the last generation from its nodes if the store has lost it."""
+def _restore_lost_generation(view: LeaderView) -> ReconcileResult | None:
+    """Restore a generation that the store has lost from its live nodes, or wait for more of them.
+
+    Return None if the store has lost nothing, or if none of these nodes is alive.
+    """
     memory = view.remembered_state
     if memory is None or not is_replaceable(view.membership, memory.incarnation):
         return None
@@ -184,7 +186,7 @@ def _reconcile_active(view: LeaderView, membership: Membership) -> ReconcileResu
     lost = [m for m in membership.members if m.id not in live and m.id not in view.finished_ids]
     if lost:
         return _end_after_loss(view, membership, lost)
-    failure = _first_failure(view, membership)
+    failure = _find_first_failure(view, membership)
     if failure is not None:
         reason = f"{_name_of(failure.node, view)}: {failure.reason}"
         count = count_quick_failures(membership, failure, view.phase_age_s)
@@ -210,7 +212,7 @@ def _reconcile_active(view: LeaderView, membership: Membership) -> ReconcileResu
 
 def _requested_change(view: LeaderView, membership: Membership) -> Membership | None:
     """Return the membership after a request to stop the job or to restart its workers, if any."""
-    requests = _requests(view, membership)
+    requests = _list_requests(view, membership)
     for request in requests:
         if request.action is JobAction.STOP:
             return begin_stop(membership, request.reason)
@@ -231,7 +233,7 @@ def _end_after_loss(
         return blocked
     reason = _describe_loss(lost, view)
     # If other members failed as well, they failed because these members were lost.
-    failure = _first_failure(view, membership)
+    failure = _find_first_failure(view, membership)
     forming = end_generation(membership, reason, failure, trigger=GenerationTrigger.NODE_LOSS)
     return ReconcileResult(reason, forming)
 
@@ -275,7 +277,7 @@ def _admit_joining(view: LeaderView, membership: Membership) -> ReconcileResult:
         spares = f", {len(joining)} spare" if joining else ""
         return ReconcileResult(f"generation {membership.generation} is active{spares}")
     if len(ready) < places and view.since_last_arrival_s < settings.last_call_timeout:
-        return _last_call(view, settings)
+        return _wait_for_last_call(view, settings)
     reason = f"{_names(ready[:places], view)} joined"
     return ReconcileResult(reason, begin_resize(membership, reason))
 
@@ -285,7 +287,7 @@ def _admit_joining(view: LeaderView, membership: Membership) -> ReconcileResult:
 
 def _reconcile_forming(view: LeaderView, membership: Membership) -> ReconcileResult:
     """Form the next generation once all members have stopped their workers, left or are lost."""
-    stops = [r for r in _requests(view, membership) if r.action is JobAction.STOP]
+    stops = [r for r in _list_requests(view, membership) if r.action is JobAction.STOP]
     if stops and not membership.stop_reason:
         reason = stops[0].reason
         return ReconcileResult(reason, attrs.evolve(membership, stop_reason=reason))
@@ -310,14 +312,14 @@ def _reconcile_forming(view: LeaderView, membership: Membership) -> ReconcileRes
         reason = "the store was unreachable, waiting for nodes"
         return ReconcileResult(reason, requeue_after_s=view.return_grace_s)
     absent = [m for m in membership.members if m.id not in here]
-    result = _wait_for_quorum(view, membership, absent) or _blame_loss(view, membership)
+    result = _wait_for_quorum(view, membership, absent) or _blame_lost_members(view, membership)
     if result is not None:
         return result
     charged = membership.failure is not None and members <= here
     if charged:
         membership = record_first_failure(membership)
         result = _exclude_bad_hosts(membership, candidates)
-        result = result or _charge_restart(view, membership, candidates)
+        result = result or _refuse_or_delay_restart(view, membership, candidates)
         if result is not None:
             return result
         membership = _explain_bad_host(membership, candidates)
@@ -329,8 +331,8 @@ def _reconcile_forming(view: LeaderView, membership: Membership) -> ReconcileRes
         return ReconcileResult(f"waiting for the workers of {_names(starting, view)} to start")
     ordered = order_members(membership, [n for n in candidates if n.slots])
     if len(ordered) < membership.settings.min_nodes:
-        return _too_few_nodes(view, membership, ordered, absent)
-    return _form(view, membership, ordered, charged=charged)
+        return _wait_for_more_nodes(view, membership, ordered, absent)
+    return _form_or_wait(view, membership, ordered, charged=charged)
 
 
 def _exclude_bad_hosts(
@@ -364,7 +366,7 @@ def _bad_hosts(membership: Membership) -> dict[str, int]:
 
 
 def _explain_bad_host(membership: Membership, candidates: Sequence[NodeRecord]) -> Membership:
-    """Add to the reason why the host of the last failure is not excluded, if it is a bad one."""
+    """Add to the reason why the host of the last failure is not excluded, if it is a bad host."""
     settings = membership.settings
     counts = _bad_hosts(membership)
     host = membership.first_failures[-1].host if membership.first_failures else ""
@@ -379,12 +381,12 @@ def _explain_bad_host(membership: Membership, candidates: Sequence[NodeRecord]) 
     return attrs.evolve(membership, reason=reason)
 
 
-def _charge_restart(
+def _refuse_or_delay_restart(
     view: LeaderView, membership: Membership, candidates: Sequence[NodeRecord]
 ) -> ReconcileResult | None:
-    """Enforce the restart budget and the delay of restarts. None if the restart may begin."""
+    """Enforce the restart budget and the restart delay. Return None if the restart may begin."""
     if membership.restarts >= membership.settings.max_restarts:
-        return _restarts_exhausted(view, membership, candidates)
+        return _evict_or_end_job(view, membership, candidates)
     count = membership.quick_failure_count
     if count > MAX_UNDELAYED_RESTARTS and view.phase_age_s < RESTART_DELAY_S:
         return ReconcileResult(
@@ -395,7 +397,7 @@ def _charge_restart(
     return None
 
 
-def _restarts_exhausted(
+def _evict_or_end_job(
     view: LeaderView, membership: Membership, candidates: Sequence[NodeRecord]
 ) -> ReconcileResult:
     """Evict the failed node, or end the job if too few nodes would remain."""
@@ -411,9 +413,10 @@ def _restarts_exhausted(
     return ReconcileResult(reason, _end_job(view, membership, JobPhase.FAILED, reason, failure))
 
 
-def _form(
+def _form_or_wait(
     view: LeaderView, membership: Membership, ordered: tuple[NodeRecord, ...], *, charged: bool
 ) -> ReconcileResult:
+    """Form the next generation of these nodes, or wait for a quorum or for the last call."""
     settings = membership.settings
     is_first = not membership.membership_id
     if settings.quorum and is_first and len(ordered) * 2 <= settings.max_nodes:
@@ -425,14 +428,14 @@ def _form(
     joining = {n.id for n in ordered} - membership.member_ids
     is_last_call = view.since_last_arrival_s < settings.last_call_timeout
     if joining and len(ordered) < settings.max_nodes and is_last_call:
-        return _last_call(view, settings)
+        return _wait_for_last_call(view, settings)
     number = membership.generation + 1
     reason = f"generation {number} of {len(ordered)} nodes: {membership.reason}"
     formed = form_generation(membership, ordered, charged=charged, nonce=view.nonce)
     return ReconcileResult(reason, formed)
 
 
-def _blame_loss(view: LeaderView, membership: Membership) -> ReconcileResult | None:
+def _blame_lost_members(view: LeaderView, membership: Membership) -> ReconcileResult | None:
     """Change the trigger to NODE_LOSS if members were lost and a live member reported a failure.
 
     The leases of the lost members expired after the failure that their loss caused.
@@ -448,7 +451,7 @@ def _blame_loss(view: LeaderView, membership: Membership) -> ReconcileResult | N
     return ReconcileResult(reason, forming)
 
 
-def _too_few_nodes(
+def _wait_for_more_nodes(
     view: LeaderView,
     membership: Membership,
     ordered: Sequence[NodeRecord],
@@ -472,7 +475,7 @@ def _too_few_nodes(
 
 
 def count_quick_failures(membership: Membership, failure: NodeFailure, age_s: float) -> int:
-    """Return the number of quick failures in a row, including this one after `age_s` seconds.
+    """Return the number of quick failures in a row, including `failure` after `age_s` seconds.
 
     A worker that was killed from outside is not counted: an immediate restart does not make it
     more likely that the next worker is killed as well.
@@ -493,7 +496,9 @@ def restart_reset_in_s(membership: Membership, age_s: float) -> float | None:
 def _wait_for_quorum(
     view: LeaderView, membership: Membership, absent: Sequence[NodeRecord]
 ) -> ReconcileResult | None:
-    """Wait if fewer than half of the last generation's members are here.
+    """Return a result that waits if fewer than half of the last generation's members are here.
+
+    Members that have finished, left on purpose, or must leave are not counted as missing.
 
     Half of the members are enough at the store that has the job, because nodes that moved to
     another store need more than half.
@@ -513,7 +518,7 @@ def _wait_for_quorum(
     )
 
 
-def _last_call(view: LeaderView, settings: RendezvousSettings) -> ReconcileResult:
+def _wait_for_last_call(view: LeaderView, settings: RendezvousSettings) -> ReconcileResult:
     timeout = settings.last_call_timeout
     return ReconcileResult(
         f"the rendezvous completes after {timeout:g} s without a new node",
@@ -533,6 +538,7 @@ def _end_job(
 
 
 def _candidates(view: LeaderView, membership: Membership) -> list[NodeRecord]:
+    """Return the live nodes that are neither evicted, rejected as spares nor excluded."""
     rejected = {*membership.evicted, *membership.rejected_spares}
     excluded = {item.host for item in membership.excluded_hosts}
     return [n for n in view.live_nodes if n.id not in rejected and n.host not in excluded]
@@ -542,7 +548,7 @@ def _is_stopped(node: NodeRecord, membership: Membership) -> bool:
     return node.stopped_membership_id == membership.membership_id
 
 
-def _first_failure(view: LeaderView, membership: Membership) -> NodeFailure | None:
+def _find_first_failure(view: LeaderView, membership: Membership) -> NodeFailure | None:
     """Return the earliest failure that a live member reports for the current generation."""
     members = membership.member_ids
     for node in view.live_nodes:
@@ -552,7 +558,7 @@ def _first_failure(view: LeaderView, membership: Membership) -> NodeFailure | No
     return None
 
 
-def _requests(view: LeaderView, membership: Membership) -> list[JobRequest]:
+def _list_requests(view: LeaderView, membership: Membership) -> list[JobRequest]:
     """Return the requests for the whole job that live members have received."""
     members = membership.member_ids
     return [n.request for n in view.live_nodes if n.request is not None and n.id in members]

@@ -162,11 +162,11 @@ class JobListing:
         return frozenset(entry.key.removeprefix(prefix) for entry in self._under(prefix))
 
     def master_keys(self) -> tuple[str, ...]:
-        """Return the endpoint keys of all generations."""
+        """Return the keys of the endpoints of torch's store, of all generations."""
         return tuple(entry.key for entry in self._under(self._keys.master_endpoint()))
 
     def stale_keys(self, membership_id: str) -> tuple[str, ...]:
-        """Return the keys of other generations than this one, and the remembered state."""
+        """Return the keys of all generations except this one, and that of the remembered state."""
         keys = self._keys
         kinds = (keys.finished, keys.left, keys.exchange_prefix, keys.shard)
         current = tuple(kind(membership_id) for kind in kinds)
@@ -221,7 +221,7 @@ def decode_shard(data: bytes) -> tuple[AssignedNode, ...]:
 
 
 def find_assignment(data: bytes, node_id: str) -> RankAssignment | None:
-    """Return the assignment of one node in a shard, without decoding the others."""
+    """Return the assignment of one node in a shard, without decoding the other rows."""
     for row in _raw_rows(data):
         if isinstance(row[0], dict) and row[0].get("id") == node_id:
             return _decode_row(row)[1]

@@ -77,5 +77,5 @@ def compute_proof(secret: bytes, role: Role, transcript: HandshakeTranscript) ->
 
 
 def verify_proof(proof: str, secret: bytes, role: Role, transcript: HandshakeTranscript) -> bool:
-    """Return True if the proof is that of the given side. Takes the same time for any proof."""
+    """Return True if `role` makes this proof. The time of the call does not depend on the proof."""
     return hmac.compare_digest(proof.encode(), compute_proof(secret, role, transcript).encode())

@@ -147,7 +147,7 @@ class NameLookup(ForkAware):
             )
         self._check_process()
         name = (host, port)
-        lookup = self._start(name)
+        lookup = self._start_lookup(name)
         if not concurrent.futures.wait([lookup.answer], timeout_s).done:
             raise OSError(f"{host} could not be resolved within {timeout_s:g} s: check DNS")
         with self._lock:
@@ -159,7 +159,8 @@ class NameLookup(ForkAware):
             message = f"{host} does not resolve ({error.strerror}): check the name"
             raise OSError(message) from error
 
-    def _start(self, name: tuple[str, int]) -> _Lookup:
+    def _start_lookup(self, name: tuple[str, int]) -> _Lookup:
+        """Start a lookup, or return one that is still running or has a recent answer."""
         with self._lock:
             lookup = self._lookups.get(name)
             if lookup is None or monotonic() - lookup.answered_at > MAX_ANSWER_AGE_S:

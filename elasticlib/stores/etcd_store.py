@@ -104,7 +104,7 @@ def read_members(endpoints: str | Sequence[str], *, secure: bool = False) -> tup
     return tuple(members)
 
 
-def _tls(ca_cert: str | None, cert: str | None, key: str | None) -> ssl.SSLContext:
+def _make_tls(ca_cert: str | None, cert: str | None, key: str | None) -> ssl.SSLContext:
     try:
         context = ssl.create_default_context(cafile=ca_cert)
         if cert is not None:
@@ -224,7 +224,7 @@ class _Connection(HTTPConnection):
             fields = fields.get("result", fields)  # if the response is a stream of one message
             int(fields["header"]["revision"])
         except (ValueError, TypeError, KeyError, AttributeError):
-            raise self._not_etcd(text) from None
+            raise self._not_etcd_error(text) from None
         return dict(fields)
 
     @contextlib.contextmanager
@@ -252,12 +252,12 @@ class _Connection(HTTPConnection):
         except (ValueError, TypeError, KeyError):
             if status >= 500:
                 return StoreConnectionError(f"{name}: HTTP {status}, {request.description}")
-            return self._not_etcd(text)
+            return self._not_etcd_error(text)
         specific = (kind for text, kind in ERROR_OF_MESSAGE.items() if text in message)
         error = next(specific, ERROR_OF_CODE.get(code, StoreRejectedError))
         return error(f"{name} refused to {request.description}: {message}")
 
-    def _not_etcd(self, text: bytes) -> StoreError:
+    def _not_etcd_error(self, text: bytes) -> StoreError:
         shown = text.decode(errors="replace").strip()[:200]
         return StoreRejectedError(f"{self.member.address} answers, but is not etcd: {shown!r}")
 
@@ -284,7 +284,7 @@ class _Gateway:
         return fields
 
     def stream(self, request: Request) -> tuple[_Connection, HTTPResponse]:
-        """Return an endless response with one message per line, and its own connection."""
+        """Return a connection of its own, and an endless response with one message per line."""
         connection, response = self._try_members(
             request, self.timeout, lambda _, response: response
         )
@@ -293,7 +293,7 @@ class _Gateway:
         return connection, response
 
     def close(self) -> None:
-        """Close the idle connections. The others are closed after their requests."""
+        """Close the idle connections. Connections in use are closed after their requests."""
         self._closed = True
         for idle in self._idle.values():
             with contextlib.suppress(IndexError):  # raised when the list is empty
@@ -306,6 +306,11 @@ class _Gateway:
         timeout: float,
         read: Callable[[_Connection, HTTPResponse], Reply],
     ) -> tuple[_Connection, Reply]:
+        """Send a request to one member after the other, until one of them replies.
+
+        Returns:
+            The connection to that member, which the caller owns, and the result of `read`.
+        """
         deadline, members = monotonic() + timeout, self.members
         failures: list[BaseException] = []
         for num_tried, member in enumerate(members):
@@ -396,7 +401,7 @@ class _Watch:
             return self._newest_revision > after
 
     def end(self, error: StoreError) -> None:
-        """End the watch and all waits."""
+        """End the watch and all waits for it."""
         with self._state:
             self.error = self.error or error
             self._state.notify_all()
@@ -484,7 +489,7 @@ class EtcdStore(Store, ForkAware):
         self._prefix = check_key(prefix.rstrip("/") + "/")
         members = read_members(endpoints, secure=bool(ca_cert or cert))
         self.address = ",".join(member.address for member in members)
-        tls = _tls(ca_cert, cert, key) if any(m.protocol == "https" for m in members) else None
+        tls = _make_tls(ca_cert, cert, key) if any(m.protocol == "https" for m in members) else None
         login = {"name": user, "password": password}
         action = f"let user {user!r} sign in"
         sign_in = None if user is None else Request("auth/authenticate", login, action)
@@ -502,7 +507,7 @@ class EtcdStore(Store, ForkAware):
             self._closed.set()
 
     def get(self, key: str) -> Entry | None:
-        return next(iter(self._entries(self._find(check_key(key)))), None)
+        return next(iter(self._entries(self._read_key(check_key(key)))), None)
 
     def set(self, key: str, value: bytes, *, ttl: float | None = None) -> Entry:
         return require_not_none(
@@ -522,7 +527,7 @@ class EtcdStore(Store, ForkAware):
         return gone
 
     def refresh(self, key: str, version: int) -> None:
-        found: Fields = next(iter(self._find(check_key(key)).get("kvs", ())), {})
+        found: Fields = next(iter(self._read_key(check_key(key)).get("kvs", ())), {})
         leased_at, lease = self._leases.get(key, (0, 0))
         try:
             at = int(found["mod_revision"]) if found else None
@@ -605,7 +610,7 @@ class EtcdStore(Store, ForkAware):
         return revision if same and not any(step.get("kvs") for step in steps) else None
 
     def _get_watch(self, key_range: Fields, start: int) -> _Watch:
-        """Return an active watch of the range from a revision on, or from an earlier one."""
+        """Return an active watch of the range that starts at revision `start` or earlier."""
         with self._state_lock:
             if self._closed.is_set():
                 raise self._closed_error()
@@ -652,7 +657,7 @@ class EtcdStore(Store, ForkAware):
         return int(answer["ID"])
 
     def _record_lease(self, key: str, version: int, lease: int) -> None:
-        """Record the lease of a key, 0 for none, since a version, and end its older lease."""
+        """Record the lease that a key has since `version`, 0 for none, and end the older lease."""
         with self._state_lock:
             # Two threads can receive the replies to their writes in reverse order.
             (_, old), current = sorted([self._leases.pop(key, (0, 0)), (version, lease)])
@@ -661,7 +666,7 @@ class EtcdStore(Store, ForkAware):
         self._end_leases(old)
 
     def _end_leases(self, *leases: int) -> None:
-        """End leases, or all leases if the store is closed. Ignore failures: they expire later."""
+        """End these leases, or all leases if the store is closed. Ignore errors: leases expire."""
         if self._closed.is_set():
             with self._state_lock:
                 owned, self._leases = self._leases, {}
@@ -706,7 +711,7 @@ class EtcdStore(Store, ForkAware):
         }
         return self._ask("kv/txn", {"compare": [{**key_range, **condition}], **branches}, what)
 
-    def _find(self, key: str) -> Fields:
+    def _read_key(self, key: str) -> Fields:
         return self._ask("kv/range", self._key(key), f"get {key!r}", is_idempotent=True)
 
     def _entries(self, answer: Fields) -> tuple[Entry, ...]:

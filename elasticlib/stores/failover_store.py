@@ -113,30 +113,34 @@ class FailoverStore(Store, ForkAware):
 
     def connect(self) -> None:
         """Open the connection if there is none. Each operation does this by itself."""
-        self._call(lambda store: store.connect())
+        self._call_current_store(lambda store: store.connect())
 
     def get(self, key: str) -> Entry | None:
-        return self._call(lambda store: store.get(key))
+        return self._call_current_store(lambda store: store.get(key))
 
     def set(self, key: str, value: bytes, *, ttl: float | None = None) -> Entry:
-        return self._call(lambda store: store.set(key, value, ttl=ttl))
+        return self._call_current_store(lambda store: store.set(key, value, ttl=ttl))
 
     def compare_set(
         self, key: str, value: bytes, *, expected: int, ttl: float | None = None
     ) -> CompareSetResult:
-        return self._call(lambda store: store.compare_set(key, value, expected=expected, ttl=ttl))
+        return self._call_current_store(
+            lambda store: store.compare_set(key, value, expected=expected, ttl=ttl)
+        )
 
     def delete(self, key: str, *, expected: int | None = None) -> bool:
-        return self._call(lambda store: store.delete(key, expected=expected))
+        return self._call_current_store(lambda store: store.delete(key, expected=expected))
 
     def refresh(self, key: str, version: int) -> None:
-        self._call(lambda store: store.refresh(key, version))
+        self._call_current_store(lambda store: store.refresh(key, version))
 
     def list(self, prefix: str) -> Listing:
-        return self._call(lambda store: store.list(prefix))
+        return self._call_current_store(lambda store: store.list(prefix))
 
     def wait(self, prefix: str, *, after: int, timeout: float) -> bool:
-        return self._call(lambda store: store.wait(prefix, after=after, timeout=timeout))
+        return self._call_current_store(
+            lambda store: store.wait(prefix, after=after, timeout=timeout)
+        )
 
     def watch(
         self,
@@ -146,7 +150,7 @@ class FailoverStore(Store, ForkAware):
         callback: Callable[[WatchResult], None],
         with_listing: bool = False,
     ) -> bool:
-        return self._call(
+        return self._call_current_store(
             lambda store: store.watch(
                 prefix, after=after, callback=callback, with_listing=with_listing
             )
@@ -177,9 +181,9 @@ class FailoverStore(Store, ForkAware):
         return has_moved
 
     def yield_to_other_server(self) -> bool:
-        """Leave the server of this node, if no other node uses it and another node serves instead.
+        """Leave the server of this node if it has no other client and another server answers.
 
-        This happens if the name of the endpoint now resolves to another machine.
+        Another server answers if the name of the endpoint now resolves to another machine.
 
         Returns:
             True if the store has moved.
@@ -218,8 +222,12 @@ class FailoverStore(Store, ForkAware):
                 return False
             return set(server.labels) <= {store.label}
 
-    def _call(self, operation: Callable[[TcpStore], Reply]) -> Reply:
-        store = self._current()
+    def _call_current_store(self, operation: Callable[[TcpStore], Reply]) -> Reply:
+        """Run an operation at the current endpoint. After an error, move if it was silent too long.
+
+        Operations are not repeated at another endpoint.
+        """
+        store = self._get_current_client()
         try:
             try:
                 store.connect()
@@ -251,7 +259,7 @@ class FailoverStore(Store, ForkAware):
         if len(self._rejecting) == len(self._endpoints):
             raise error
 
-    def _current(self) -> TcpStore:
+    def _get_current_client(self) -> TcpStore:
         """Return the client of the current endpoint, and choose an endpoint at the first call."""
         self._check_process()
         with self._move_lock:
@@ -263,7 +271,7 @@ class FailoverStore(Store, ForkAware):
         return store
 
     def _choose_endpoint(self) -> None:
-        """Use the first endpoint that is served, or else the first endpoint."""
+        """Use the first endpoint at which a server answers, or else move to the first endpoint."""
         for number in range(len(self._endpoints)):
             store = self._connect_to(number)
             if store is not None:
@@ -299,7 +307,10 @@ class FailoverStore(Store, ForkAware):
         self._switch(number, self._new_client(number), server)
 
     def _switch_if_current(self, number: int, other: TcpStore, left: TcpStore | None) -> bool:
-        """Use another client, unless the store to leave is not current; then close that client."""
+        """Switch to the client `other` if `left` is still current, or else close `other`.
+
+        Return True if the store has switched.
+        """
         with self._move_lock:
             if left is self._store and not self._closed:
                 name = self._endpoints[number].name
@@ -312,7 +323,7 @@ class FailoverStore(Store, ForkAware):
     def _switch(
         self, number: int, store: TcpStore | None, server: TcpStoreServer | None = None
     ) -> None:
-        """Make an endpoint the current one, and close what was used before."""
+        """Make an endpoint the current one, and close the previous client and server."""
         old, self._never_moves = (self._store, self._server), False
         if store is not None and number != self._index:
             log.info("this node now uses the store at %s", self._endpoints[number].name)

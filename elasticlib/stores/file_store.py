@@ -104,15 +104,15 @@ class StoredEntry:
             raise ValueError(f"its format is {header['format']!r}")
         if header["size"] != len(value) or header["crc"] != zlib.crc32(value):
             raise ValueError(f"{header['size']} bytes were written, {len(value)} are there")
-        entry = Entry(_typed(str, header["key"]), value, _typed(int, header["version"]))
+        entry = Entry(_check_type(str, header["key"]), value, _check_type(int, header["version"]))
         if (lease := header["lease"]) is None:
             return cls(entry)
-        count = _typed(int, lease["refresh_count"])
-        return cls(entry, _typed(str, lease["owner"]), float(lease["ttl"]), count)
+        count = _check_type(int, lease["refresh_count"])
+        return cls(entry, _check_type(str, lease["owner"]), float(lease["ttl"]), count)
 
 
 def encode_changes(log: ChangeLog) -> bytes:
-    """Return one line with the version, and one with the latest changes, the oldest first."""
+    """Return the content of the file `changes`: a line with the version, and one with the log."""
     first = log.version - len(log.keys)
     body = {"forgotten": first, "recent": list(enumerate(log.keys, first + 1))}
     return f"{_MAGIC} version {log.version}\n{json.dumps(body)}\n".encode()
@@ -125,13 +125,13 @@ def decode_changes(data: bytes) -> ChangeLog:
     if format != _MAGIC:
         raise ValueError(f"it begins with {head[:40]!r}")
     body = json.loads(rest)
-    keys = [_typed(str, key) for _, key in body["recent"]]
-    if _typed(int, body["forgotten"]) + len(keys) != int(version):
+    keys = [_check_type(str, key) for _, key in body["recent"]]
+    if _check_type(int, body["forgotten"]) + len(keys) != int(version):
         raise ValueError(f"it names {len(keys)} changes up to version {version}")
     return ChangeLog(int(version), deque(keys, MAX_CHANGE_LOG))
 
 
-def _typed(kind: type[_Value], value: Any) -> _Value:
+def _check_type(kind: type[_Value], value: Any) -> _Value:
     if type(value) is not kind:
         raise TypeError(f"{value!r} is no {kind.__name__}")
     return value
@@ -147,7 +147,7 @@ def file_name(key: str) -> str:
 
 
 def may_have_prefix(name: str, prefix: str) -> bool:
-    """Return False if the file of that name cannot belong to a key with the prefix."""
+    """Return True unless the name of the file shows that its key does not have the prefix."""
     start = file_name(prefix) if prefix else KEY_PREFIX
     # A shortened name can end within an escape sequence.
     length = min(len(start), len(KEY_PREFIX) + SHORTENED_LENGTH)
@@ -210,9 +210,13 @@ class _StoreDirectory:
             self._thread_lock.release()
 
     def changes(self) -> ChangeLog:
-        """Return the version and the latest changes. Needs no lock."""
+        """Return the version and the latest changes. Needs no lock.
+
+        Raises:
+            StoreRejectedError: The store was deleted, replaced or damaged.
+        """
         max_version = self._max_version  # before another thread reads a later version
-        data = self._read(CHANGES_FILE)
+        data = self._read_file(CHANGES_FILE)
         before, log = self._decoded
         if data is None:
             log = ChangeLog()
@@ -255,25 +259,25 @@ class _StoreDirectory:
         before = self.changes()
         log = ChangeLog(before.version, deque(before.keys, MAX_CHANGE_LOG))
         version = log.record(key)
-        self._write(CHANGES_FILE, encode_changes(log))
-        self._sync()
+        self._write_file(CHANGES_FILE, encode_changes(log))
+        self._sync_directory()
         self._max_version = version
         return version
 
     def put(self, stored: StoredEntry, *, is_durable: bool = True) -> None:
         """Replace the file of the key. If not durable, a crash of the machine can undo that."""
-        self._write(file_name(stored.entry.key), stored.encode())
+        self._write_file(file_name(stored.entry.key), stored.encode())
         if is_durable:
-            self._sync()
+            self._sync_directory()
 
     def remove(self, entry: Entry) -> None:
         """Remove the file of the entry, which is a change with a version."""
         self.allocate_version(entry.key)
         os.unlink(self.path / file_name(entry.key))
-        self._sync()
+        self._sync_directory()
 
     def _read_entry(self, name: str) -> StoredEntry | None:
-        data = self._read(name)
+        data = self._read_file(name)
         if data is None:
             return None
         stored = self._decode(StoredEntry.decode, data, name)
@@ -289,7 +293,7 @@ class _StoreDirectory:
                 f"{self.path / name} is not a complete file of a FileStore: {error!r}"
             ) from None
 
-    def _read(self, name: str) -> bytes | None:
+    def _read_file(self, name: str) -> bytes | None:
         path = self.path / name
         try:
             # Without O_NONBLOCK, opening a named pipe would block.
@@ -305,7 +309,7 @@ class _StoreDirectory:
                 raise StoreRejectedError(f"{path} is not a file of a FileStore")
             return file.read()
 
-    def _write(self, name: str, data: bytes) -> None:
+    def _write_file(self, name: str, data: bytes) -> None:
         temporary = self.path / TEMPORARY_FILE
         temporary.unlink(missing_ok=True)  # a crash may have left it
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -316,7 +320,7 @@ class _StoreDirectory:
         os.replace(temporary, self.path / name)
         self._has_written = True
 
-    def _sync(self) -> None:
+    def _sync_directory(self) -> None:
         handle = os.open(self.path, os.O_RDONLY)
         try:
             os.fsync(handle)
@@ -437,7 +441,7 @@ class FileStore(Store, ForkAware):
 
     @contextmanager
     def _open(self) -> Iterator[_StoreDirectory]:
-        """Create the directory if necessary, and expire leases."""
+        """Yield the directory. Create it if necessary, and expire leases if that is due."""
         self._check_process()
         if self._closed.is_set():
             raise StoreConnectionError(f"this FileStore of {self._path} is closed")
@@ -453,6 +457,7 @@ class FileStore(Store, ForkAware):
 
     @contextmanager
     def _exclusive(self) -> Iterator[_StoreDirectory]:
+        """Yield the directory as `_open` does, with its lock."""
         with self._open() as directory, directory.locked(self._timeout):
             yield directory
 
@@ -469,7 +474,7 @@ class FileStore(Store, ForkAware):
         """Remove the leases whose counter has not changed for their ttl.
 
         The caller owns the lock. A time in which no client could get the lock thus counts as one
-        tick, and what is removed is what was read.
+        tick, and no lease can be refreshed between the read and its removal.
         """
         timers, directory = self._timers, self._directory
         version = directory.changes().version

@@ -162,7 +162,7 @@ class Store(abc.ABC):
     ) -> bool:
         """Call `callback` once when a key under `prefix` has changed since version `after`.
 
-        It is called in any thread, and must not block. Its argument is True if there was a change,
+        The callback runs in any thread, and must not block. Its argument is True after a change,
         and False if the client lost the watch, for example with its connection.
 
         Args:

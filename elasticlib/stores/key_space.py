@@ -27,7 +27,7 @@ MAX_NOTIFICATION_BYTES = MIB  # a notification contains the listing only if it i
 
 @attrs.frozen
 class Entry:
-    """A key, its value, and the version of the store that the write of the value made."""
+    """A key, its value, and the version of the store at which the value was written."""
 
     key: str
     value: bytes
@@ -80,7 +80,7 @@ def check_ttl(ttl: float | None) -> float | None:
 
 
 def lost_lease(key: str, version: int, reason: str) -> LeaseLostError:
-    """Return the error of a refresh that is too late or is made by another client."""
+    """Return the error of a refresh that is too late, or that comes from another client."""
     return LeaseLostError(f"the lease on {key!r} written at version {version} is lost: {reason}")
 
 
@@ -158,7 +158,7 @@ class LeaseTimers(Generic[LeaseName]):
 
 @attrs.frozen
 class KeySpaceLimits:
-    """The size above which a store rejects writes and watches."""
+    """The limits above which a store rejects writes and watches."""
 
     value_bytes: int = 4 * MIB
     total_bytes: int = 256 * MIB
@@ -316,10 +316,11 @@ class KeySpace(ChangeLog):
     # -- watches ------------------------------------------------------------------------------
 
     def watch(self, watch: Watch) -> WatchResult:
-        """Add a watch, unless there is a change already.
+        """Add a watch, unless its prefix has changed already.
 
         Returns:
-            The listing, or True, if there is a change; else False.
+            False if the watch was added. If its prefix has changed since `watch.after`, the listing
+            if the watch requests one and it is short, else True.
 
         Raises:
             StoreRejectedError: There are too many watches, or no key can have the prefix.
@@ -346,9 +347,9 @@ class KeySpace(ChangeLog):
         return False
 
     def unwatch(self, owner: int, number: int) -> bool:
-        """Remove a watch. Return True if there was a change.
+        """Remove a watch. Return True if its prefix may have changed.
 
-        Without such a watch there was one: a change removes its watch.
+        If the watch does not exist, its prefix has changed, because a change removes the watch.
         """
         watch = self._remove_watch(owner, number)
         return watch is None or self.has_changed(watch.prefix, watch.after)
@@ -359,7 +360,7 @@ class KeySpace(ChangeLog):
         return self._notified_version != self.version
 
     def take_notifications(self) -> Sequence[tuple[Watch, WatchResult]]:
-        """Remove and return the watches that the latest changes concern, with their results.
+        """Remove and return the watches whose prefix has changed, each with its notification.
 
         All watches of one prefix get the same `Listing` object.
         """
@@ -371,7 +372,7 @@ class KeySpace(ChangeLog):
         for prefix in prefixes:
             listing: WatchResult = False
             for watch in list(self._watches[prefix].values()):
-                # A watch that was added after the change is not concerned.
+                # A watch that was added after the change stays.
                 if not self.has_changed(prefix, watch.after):
                     continue
                 self._remove_watch(watch.owner, watch.number)

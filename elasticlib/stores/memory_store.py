@@ -22,7 +22,7 @@ from .key_space import KeySpace, KeySpaceLimits, Lease
 
 @attrs.define(eq=False)
 class _SharedKeySpace:
-    """The state that all clients of one store share. The owner of the lock uses it."""
+    """The state that all clients of one store share. Only the owner of the lock uses it."""
 
     clock: Clock
     space: KeySpace
@@ -64,13 +64,13 @@ class MemoryStore(Store):
 
     def set(self, key: str, value: bytes, *, ttl: float | None = None) -> Entry:
         with self._exclusive() as space:
-            return space.put(key, bytes(value), self._lease(ttl), self._shared.clock())
+            return space.put(key, bytes(value), self._make_lease(ttl), self._shared.clock())
 
     def compare_set(
         self, key: str, value: bytes, *, expected: int, ttl: float | None = None
     ) -> CompareSetResult:
         with self._exclusive() as space:
-            now, lease = self._shared.clock(), self._lease(ttl)
+            now, lease = self._shared.clock(), self._make_lease(ttl)
             return space.compare_set(check_key(key), bytes(value), expected, lease, now)
 
     def delete(self, key: str, *, expected: int | None = None) -> bool:
@@ -109,11 +109,12 @@ class MemoryStore(Store):
             self._shared.space.remove_owner(self._owner)
             self._shared.changed.notify_all()
 
-    def _lease(self, ttl: float | None) -> Lease | None:
+    def _make_lease(self, ttl: float | None) -> Lease | None:
         ttl = check_ttl(ttl)
         return None if ttl is None else Lease(self._owner, float(ttl))
 
     def _expire_leases(self) -> None:
+        """Expire leases, and wake waits if one has expired. Raise if this client is closed."""
         shared = self._shared
         if self._closed:
             raise StoreConnectionError("this store is closed")
@@ -124,7 +125,7 @@ class MemoryStore(Store):
 
     @contextmanager
     def _exclusive(self) -> Iterator[KeySpace]:
-        """Lock the key space, expire leases, and notify waits of a change afterwards."""
+        """Lock the key space and expire leases. At the end, wake waits if there was a change."""
         shared = self._shared
         if shared.pid != os.getpid():
             # No other process sees the copy in a child.

@@ -182,7 +182,7 @@ class TcpStore(Store, ForkAware):
         finally:
             for number in numbers:
                 connection.cancel(number)
-        return _is_yes(_raise_error(replies[0]))
+        return _is_yes(_raise_if_error(replies[0]))
 
     def watch(
         self,
@@ -195,7 +195,7 @@ class TcpStore(Store, ForkAware):
         def on_reply(reply: Reply) -> None:
             result: WatchResult = False
             with contextlib.suppress(ElasticError):
-                frame = _raise_error(reply)
+                frame = _raise_if_error(reply)
                 result = decode_listing(frame) if frame.op == "listing" else _is_yes(frame)
             callback(result)
 
@@ -218,7 +218,7 @@ class TcpStore(Store, ForkAware):
             self.event_loop.close()
 
     def use_event_loop(self, loop: EventLoop) -> None:
-        """Read connections by another event loop, which the caller closes.
+        """Let another event loop read the connections. The caller closes that loop.
 
         This must be called before the first operation.
         """
@@ -310,7 +310,8 @@ class TcpStore(Store, ForkAware):
         return connection
 
 
-def _raise_error(reply: Reply) -> Frame:
+def _raise_if_error(reply: Reply) -> Frame:
+    """Return the frame, or raise a copy of the error."""
     if isinstance(reply, ElasticError):
         # Several threads can raise it, each with a traceback of its own.
         raise type(reply)(str(reply))
@@ -362,7 +363,7 @@ class _TcpConnection:
                 )
         finally:
             self.cancel(number)
-        frame = _raise_error(replies[0])
+        frame = _raise_if_error(replies[0])
         if frame.op != ("listing" if op == "list" else "answer"):
             raise StoreRejectedError(f"{self._address} answered {op} with a {frame.op}")
         return frame
@@ -392,11 +393,11 @@ class _TcpConnection:
         return number
 
     def run_until(self, condition: Callable[[], object], timeout: float) -> bool:
-        """Receive data until a condition holds. Return False if it does not within the timeout."""
+        """Receive data until a condition is true. Return False if it is not within the timeout."""
         return self._loop.run_until(condition, timeout)
 
     def cancel(self, number: int) -> None:
-        """Discard the reply to a request."""
+        """Forget a request, so that its reply is ignored."""
         self._pending.pop(number, None)
 
     def close(self, reason: str) -> None:
@@ -422,7 +423,7 @@ class _TcpConnection:
     # -- called by the event loop -------------------------------------------------------------
 
     def on_readable(self) -> None:
-        """Receive data."""
+        """Receive data, and pass each reply to its callback. An error ends the connection."""
         broken = f"the connection to {self._address} broke"
         try:
             data = self.socket.recv(RECEIVE_BYTES, socket.MSG_DONTWAIT)

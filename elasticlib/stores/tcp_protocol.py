@@ -226,7 +226,7 @@ class FrameReader:
 
 
 def _describe_prefix(start: bytes) -> str:
-    """Return the text that an impossible frame length spells, if another protocol was sent."""
+    """Describe the bytes of an invalid length if they are text, as of another protocol, or ""."""
     text = start.decode("ascii", "replace")
     if not (start.isascii() and text.isprintable()):
         return ""
@@ -245,7 +245,7 @@ _KIND_OF = {error: kind for kind, error in ERROR_KINDS.items()}
 
 
 def error_frame(number: int, error: ElasticError) -> Frame:
-    """Return the reply that raises the same error in the client."""
+    """Return the reply that raises an error of the same class and text in the client."""
     return Frame("error", number, {"kind": _KIND_OF[type(error)], "message": str(error)})
 
 
@@ -286,7 +286,7 @@ class EncodedListing:
 
     @property
     def size(self) -> int:
-        """An upper bound of the length of its frame."""
+        """An upper bound of the length of the frame that contains the listing."""
         return len(self.fields) + len(self.value) + 100
 
     def frame(self, number: int) -> bytes:
@@ -299,6 +299,7 @@ def _answer(number: int, yes: bool, version: int = 0) -> Frame:
 
 
 def _entry_answer(number: int, entry: Entry | None) -> Frame:
+    """Return the reply to a `get`, or to a `write` that failed, with the entry at the key."""
     if entry is None:
         return _answer(number, False)
     return Frame("answer", number, {"yes": False, "version": entry.version}, entry.value)
@@ -338,7 +339,10 @@ class ServerProtocol(FrameReader):
         return len(self.send_buffer) + len(self.receive_buffer)
 
     def next_request(self) -> Frame | None:
-        """Process the handshake, and return the next complete request, if any."""
+        """Process the handshake, and return the next complete request, or None.
+
+        An invalid frame rejects the client.
+        """
         try:
             while not self.is_rejected and (frame := self.next_frame()) is not None:
                 if self.is_authenticated:
@@ -377,7 +381,10 @@ class ServerProtocol(FrameReader):
             self.send(error_frame(number, error))
 
     def notify(self, number: int, listing: EncodedListing | None) -> None:
-        """Reply to a watch that its prefix has changed, with the listing if it can be sent now."""
+        """Reply to a watch that its prefix has changed.
+
+        The reply contains the listing if it fits into a frame and few earlier bytes are unsent.
+        """
         if (
             listing is not None
             and listing.size <= self._max_frame_bytes
@@ -419,7 +426,7 @@ class ServerProtocol(FrameReader):
         transcript = HandshakeTranscript(self._nonce, frame.fields["nonce"], job)
         proof = None
         if self._secret is None:
-            self._accept()
+            self._accept_client()
         else:
             self._transcript = transcript
             proof = compute_proof(self._secret, Role.SERVER, transcript)
@@ -432,9 +439,9 @@ class ServerProtocol(FrameReader):
             frame.fields["proof"], self._secret, Role.CLIENT, transcript
         ):
             raise StoreRejectedError(f"has another secret than this client: {SECRET_MISMATCH_HINT}")
-        self._accept()
+        self._accept_client()
 
-    def _accept(self) -> None:
+    def _accept_client(self) -> None:
         self.is_authenticated = True
         self.max_bytes = self._max_frame_bytes
 
@@ -459,7 +466,7 @@ def _execute(space: KeySpace, client: int, request: Frame, now: float) -> Frame:
     if request.op == "get":
         return _entry_answer(number, space.get(check_key(fields["key"])))
     if request.op == "write":
-        return _write(space, client, request, now)
+        return _execute_write(space, client, request, now)
     if request.op == "refresh":
         space.refresh(fields["key"], fields["version"], client, now)
         return _answer(number, True)
@@ -470,7 +477,7 @@ def _execute(space: KeySpace, client: int, request: Frame, now: float) -> Frame:
     raise StoreRejectedError(f"{request.op} is not a request")
 
 
-def _write(space: KeySpace, client: int, request: Frame, now: float) -> Frame:
+def _execute_write(space: KeySpace, client: int, request: Frame, now: float) -> Frame:
     fields, value = request.fields, request.value
     key, ttl, expected = fields["key"], check_ttl(fields["ttl"]), fields["expected"]
     lease = None if ttl is None else Lease(client, float(ttl))
@@ -526,19 +533,20 @@ class ClientProtocol(FrameReader):
         try:
             frame = self.next_frame()
         except StoreRejectedError as error:
-            raise self._not_a_store(str(error)) from None
+            raise self._not_a_store_error(str(error)) from None
         if frame is None:
             return b""
         if frame.op == "error":
             raise StoreRejectedError(f"{self._address} {frame.fields['message']}")
         if frame.op != "welcome":
-            raise self._not_a_store(frame.op)
+            raise self._not_a_store_error(frame.op)
         own_proof = self._verify_server(frame)
         self.is_authenticated = True
         self.max_bytes = MAX_FRAME_BYTES
         return own_proof
 
     def _verify_server(self, welcome: Frame) -> bytes:
+        """Verify the server's proof. Return the bytes of this client's own proof, or b""."""
         proof = welcome.fields["proof"]
         if self._secret is None:
             if proof is not None:
@@ -561,7 +569,7 @@ class ClientProtocol(FrameReader):
         own = compute_proof(self._secret, Role.CLIENT, transcript)
         return encode(Frame("proof", 0, {"proof": own}))
 
-    def _not_a_store(self, reason: str) -> StoreRejectedError:
+    def _not_a_store_error(self, reason: str) -> StoreRejectedError:
         return StoreRejectedError(f"{self._address} answers, but {NOT_A_STORE}: {reason}")
 
     def encode_request(

@@ -414,7 +414,7 @@ class TcpStoreServer:
                 self._unflushed.add(client)
 
     def _flush(self, client: _ClientConnection) -> bool:
-        """Send what the socket accepts. Return False if the client is disconnected."""
+        """Send what the socket accepts, and enforce the limits. Return False if disconnected."""
         if client.number not in self._clients:
             return False
         buffer = client.protocol.send_buffer
@@ -443,7 +443,7 @@ class TcpStoreServer:
         client.counted_bytes = size
         limit = self._limits.max_client_buffer_bytes
         if size > limit:
-            self._disconnect_for(client, f"one client has at most {limit} bytes")
+            self._disconnect_over_limit(client, f"one client has at most {limit} bytes")
             return False
         self._enforce_total_buffer_limit()  # many clients can request long replies within one turn
         return client.number in self._clients
@@ -454,9 +454,9 @@ class TcpStoreServer:
         while (size := self._buffered_bytes) > limit:
             largest = max(self._clients.values(), key=lambda client: client.counted_bytes)
             reason = f"all clients together have at most {limit} bytes, and they have {size}"
-            self._disconnect_for(largest, reason)
+            self._disconnect_over_limit(largest, reason)
 
-    def _disconnect_for(self, client: _ClientConnection, reason: str) -> None:
+    def _disconnect_over_limit(self, client: _ClientConnection, reason: str) -> None:
         log.warning(
             "disconnected client %s, which has %d bytes of unread replies and incomplete requests: "
             "%s",
@@ -469,7 +469,7 @@ class TcpStoreServer:
     # -- end of connections -------------------------------------------------------------------
 
     def _end_rejected(self, client: _ClientConnection) -> None:
-        """Send the error as far as possible, and disconnect."""
+        """Send what the socket accepts of the error, and disconnect the rejected client."""
         if self._flush(client):
             with contextlib.suppress(OSError):
                 client.socket.shutdown(socket.SHUT_WR)
@@ -492,7 +492,8 @@ class TcpStoreServer:
         """Connect a client of torch's TCPStore to torch's store, without answering it here.
 
         A static job has one port that all nodes and scripts know. This server listens there, and
-        torch's store of the generation listens elsewhere.
+        torch's store of the generation listens elsewhere. The client is disconnected if there is no
+        such store, or if too many connections are forwarded.
         """
         if not self._limits.max_torch_relays and not self._has_warned_of_torch:
             self._has_warned_of_torch = True
