@@ -60,7 +60,7 @@ class GroupStopper:
         Args:
             deadline: the time at which this node must have left the job.
         """
-        self._deadline = min(deadline, self._deadline or deadline)
+        self._deadline = deadline if self._deadline is None else min(deadline, self._deadline)
         if self._procedure is None:
             return ()
         procedure = self._procedure
