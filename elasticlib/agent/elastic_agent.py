@@ -129,7 +129,7 @@ class RestartRequest:
 
 @attrs.frozen
 class ControlNotice:
-    """For logs and events: an operator requests an action, which another message executes."""
+    """An operator requests an action. It is only recorded; another message executes it."""
 
     action: str
     by: str

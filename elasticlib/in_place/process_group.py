@@ -171,7 +171,7 @@ class RegroupableGroup:
             thread.join()
 
     def _abort_until(self, stop: threading.Event) -> None:
-        """Until `stop` is set, abort collectives while this worker has to leave its group."""
+        """Abort collectives while this worker has to leave its group, until `stop` is set."""
         should_leave_group = False
         while not stop.wait(ABORT_INTERVAL_S if should_leave_group else WATCH_INTERVAL_S):
             with self._lock:
