@@ -162,7 +162,7 @@ class EventLoop:
                 return False
 
     def _take_turn(self, timeout: float) -> None:
-        """Handle the next events within `timeout`, and let other threads check their conditions."""
+        """Handle events for up to `timeout`, and then wake the threads that wait in `run_until`."""
         try:
             self._handle_events(timeout)
         finally:

@@ -324,7 +324,7 @@ class CheckpointCatalog:
         return [entry for step in newest_first if (entry := self.read_entry(step))]
 
     def read_entry(self, step: int) -> CheckpointEntry | None:
-        """Return the entry of a step, even if it is corrupt, or None if it has no manifest."""
+        """Return the entry of a step, even if it is corrupt, or None if none is committed."""
         folder = folder_of(step)
         try:
             data = self.storage.read(f"{folder}/{MANIFEST_NAME}")

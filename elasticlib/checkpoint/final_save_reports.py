@@ -111,7 +111,7 @@ class ReportExchange:
 
         Args:
             problem: why the snapshots were not written, or an empty string.
-            is_withdrawn: see `AgentReport`.
+            is_withdrawn: this report does not count for its node, which may publish another one.
         """
         with contextlib.suppress(OSError):
             if self._version == 0 and len(self.read()) == 1:

@@ -458,7 +458,7 @@ class StateSearch:
     def try_parts(
         self, plan: RestorePlan, parts: Iterable[int], action: Callable[[int], Any]
     ) -> list[dict[int, Any]] | None:
-        """Run an action for parts of a state, and exclude the copies for which it fails.
+        """On all ranks, run an action for parts of a state; exclude the copies for which it fails.
 
         Args:
             plan: the state.

@@ -168,16 +168,17 @@ def _random_words(key: str, count: int) -> Tensor:
 
 
 def index_chunks(order: Order, starts: range, offsets: range | None = None) -> Iterator[list[Any]]:
-    """Yield the indices at some positions of an order, in lists.
+    """Yield lists of items: indices of samples, or batches of them with `offsets`.
 
     The lists grow from a few indices to what fits a processor's cache. So the first list is
     available at once, and the memory does not depend on the length of the epoch.
 
     Args:
         order: the order of the epoch.
-        starts: positions. A position of len(order) or more is a repeat from the start of the order.
-        offsets: if given, a batch starts at each position of `starts`, and is the list of the
-            indices at the start plus each offset. Otherwise an item is the index at the start.
+        starts: the position of each item. A position of len(order) or more repeats the order from
+            its start.
+        offsets: None for items that are the indices at `starts`. Otherwise each item is a batch:
+            the list of the indices at its start plus each offset.
     """
     width = 1 if offsets is None else max(1, len(offsets))
     count = FIRST_CHUNK if offsets is None else 1

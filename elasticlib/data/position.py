@@ -83,8 +83,8 @@ def positions_of_rank(
 ) -> range:
     """Return the positions of the order that a rank uses from `position` to the end of the epoch.
 
-    Rank r uses consumed + r, consumed + r + world_size, and so on. With "pad", a number can be
-    `length` or more. It then means `number % length`, a repeat from the start of the order.
+    Rank r uses consumed + r, consumed + r + world_size, and so on. With "pad", a position can
+    be `position.length` or more. It then repeats the order from its start.
 
     Raises:
         ConfigError: `rank` is out of range, or `tail` is unknown.

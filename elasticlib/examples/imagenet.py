@@ -260,7 +260,11 @@ class Training:
 
     @torch.no_grad()
     def validate(self) -> float | None:
-        """Return the top-1 accuracy on the validation images in percent, or None to stop."""
+        """Return the top-1 accuracy on the validation images in percent.
+
+        Returns:
+            The accuracy, or None if the job has asked its workers to stop before the end.
+        """
         sampler = ElasticDistributedSampler(self.val_images, shuffle=False, tail="exact")
         batch_size = min(self.args.batch_size, self.max_micro_batch * dist.get_world_size())
         batches = ElasticBatchSampler(sampler, batch_size)

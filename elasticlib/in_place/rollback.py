@@ -27,7 +27,7 @@ from ..logical.logical_workers import LogicalWorkers
 
 @attrs.frozen(eq=False)
 class _SavedValues:
-    """Copies of what a step attempt may change before an optimizer starts."""
+    """Copies, from the start of a training step, of what changes before its optimizer starts."""
 
     restore_generators: list[Callable[[], object]]  # one function per random number generator
     parameter_versions: list[int]  # Tensor._version of each parameter

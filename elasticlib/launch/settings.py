@@ -20,7 +20,7 @@ PREFIX = "PET_"  # torchrun's prefix of the variables of its options
 
 
 class Source(enum.IntEnum):
-    """The layer that a setting originates from. A lower number takes precedence."""
+    """Where a setting comes from. A lower number takes precedence."""
 
     FLAG = 0
     ENVIRONMENT = 1
@@ -104,7 +104,7 @@ class Settings:
         return self.settings[name].value
 
     def source(self, *names: str) -> Source:
-        """Return the strongest layer that sets one of these settings."""
+        """Return the source of highest precedence that gives one of these settings, or DEFAULT."""
         settings = (self.settings[name] for name in names)
         return min((s.source for s in settings if is_set(s.value)), default=Source.DEFAULT)
 

@@ -81,7 +81,11 @@ def local_server(store: Store | None, own: TcpStoreServer | None) -> TcpStoreSer
 
 
 def is_designated_host(config: LaunchConfig) -> bool | None:
-    """Return True if this node must host the store, False if it must not, and otherwise None."""
+    """Return whether the settings make this node the host of the store.
+
+    Returns:
+        None if they leave that to the address of the endpoint.
+    """
     designated = config.options.is_host
     if config.rdzv_backend == "static" and designated is None:
         return config.node_rank == 0

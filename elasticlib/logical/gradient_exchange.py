@@ -263,7 +263,7 @@ class _FlatGradient:
 
     @torch.no_grad()
     def assign(self, gradients: Gradients) -> None:
-        """Replace the content by the gradients of one logical worker."""
+        """Overwrite the flat tensor with one logical worker's gradients; None counts as zeros."""
         views, present = self._views_and_gradients(gradients)
         for view, gradient in zip(self.views, gradients, strict=True):
             if gradient is None:
@@ -274,7 +274,7 @@ class _FlatGradient:
 
     @torch.no_grad()
     def add(self, gradients: Gradients) -> None:
-        """Add the gradients of one logical worker, as the right operand."""
+        """Add the gradients of one logical worker to the flat tensor, as the right operand."""
         views, present = self._views_and_gradients(gradients)
         for view, gradient in zip(self.views, gradients, strict=True):
             if gradient is None:

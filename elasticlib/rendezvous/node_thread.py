@@ -482,7 +482,10 @@ class NodeThread:
                     self._join = None
 
     def _advance_join(self, join: PendingJoin) -> None:
-        """Take the join one step further: enter a generation, then wait for torch's store."""
+        """Take the join one step further, without blocking.
+
+        The node first enters a generation. The join then ends when torch's store has an address.
+        """
         node = self.node
         if node.intent.is_joining:
             final = node.intent.final_change(node.state)

@@ -185,7 +185,7 @@ def _reconcile_active(view: LeaderView, membership: Membership) -> ReconcileResu
     live = {node.id for node in view.live_nodes}
     lost = [m for m in membership.members if m.id not in live and m.id not in view.finished_ids]
     if lost:
-        return _end_after_loss(view, membership, lost)
+        return _reconcile_after_loss(view, membership, lost)
     failure = _find_first_failure(view, membership)
     if failure is not None:
         reason = f"{_name_of(failure.node, view)}: {failure.reason}"
@@ -222,9 +222,10 @@ def _requested_change(view: LeaderView, membership: Membership) -> Membership | 
     return None
 
 
-def _end_after_loss(
+def _reconcile_after_loss(
     view: LeaderView, membership: Membership, lost: Sequence[NodeRecord]
 ) -> ReconcileResult:
+    """End the generation after a loss, unless the lost may return or a quorum is missing."""
     if view.return_grace_s > 0:
         reason = f"the store was unreachable, waiting for {_names(lost, view)}"
         return ReconcileResult(reason, requeue_after_s=view.return_grace_s)

@@ -145,7 +145,7 @@ class LeaseTimers(Generic[LeaseName]):
         return max(self._next_tick_at - now, 0.0) if self._timers else None
 
     def is_due(self, now: float) -> bool:
-        """Return True if it is time for a tick."""
+        """Return True if `tick` must be called now to expire leases."""
         return bool(self._timers) and now >= self._next_tick_at
 
     def tick(self, now: float) -> list[LeaseName]:

@@ -477,14 +477,17 @@ class TcpStoreServer:
                 client.socket.recv(RECEIVE_BYTES)
             self._disconnect(client)
 
-    def _disconnect(self, client: _ClientConnection, *, close: bool = True) -> None:
+    def _disconnect(self, client: _ClientConnection) -> None:
+        self._forget(client)
+        client.socket.close()
+
+    def _forget(self, client: _ClientConnection) -> None:
+        """Stop serving a client, and end its leases and watches. Its socket stays open."""
         del self._clients[client.number]
         self._unauthenticated.pop(client, None)
         self._space.remove_owner(client.number)
         self._buffered_bytes -= client.counted_bytes
         update_selector_events(self._selector, client.socket, client, False, False)
-        if close:
-            client.socket.close()
 
     # -- clients of torch's store -------------------------------------------------------------
 
@@ -513,7 +516,7 @@ class TcpStoreServer:
             log.warning("disconnected a client of torch's store, which tries again: %s", error)
             self._disconnect(client)
             return
-        self._disconnect(client, close=False)
+        self._forget(client)
         upstream.setblocking(False)
         upstream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         upstream.connect_ex(address)  # a failure is noticed when the socket is used

@@ -84,7 +84,7 @@ class WorkerHarness:
         return rank if self.use_functions else None
 
     def started_workers(self, generation: int) -> list[tuple[str, ...]]:
-        """Return the reported variables of each worker that has started."""
+        """Return the values of REPORTED_VARIABLES of each started worker of a generation."""
         return [words[1:] for words in self._read_reports(generation) if words[0] == "started"]
 
     def wait_until_started(self, generation: int, count: int) -> None:

@@ -147,10 +147,11 @@ def adopt_orphans() -> None:
 
 
 def enter_session(parent: int, descriptors: Sequence[int]) -> Message:
-    """Make a forked process the leader of a session, and return the job that it gets.
+    """Make this forked process the leader of a session, and return the job that it is to run.
 
-    The process gets the standard streams, the working directory and the processors of its job. The
-    kernel kills it when its parent exits. Raises OSError or ValueError.
+    A job is the description of one process (see the module). The process gets the standard streams,
+    the working directory and the processors that the job names. The kernel kills it when its parent
+    exits. Raises OSError or ValueError if the job cannot be read or applied.
     """
     os.setsid()
     set_parent_death_signal(parent)
