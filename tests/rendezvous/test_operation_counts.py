@@ -156,7 +156,7 @@ class HandlerGroup:
     ) -> None:
         """Let all nodes join at once, each with its own store and clock.
 
-        With `leads_first`, the first node leads before the others join.
+        With `leads_first`, the first node leads and has written a membership before others join.
         """
         count = len(nodes)
         handlers = [
@@ -176,7 +176,7 @@ class HandlerGroup:
             self._stack.callback(handler.shutdown)
         futures = [pool.submit(handlers[0].next_rendezvous)]
         if leads_first:
-            wait_until("the first node leads", lambda: self._memory.get(KEYS.leader))
+            wait_until("the first node to lead", lambda: self._memory.get(KEYS.state))
         futures.extend(pool.submit(handler.next_rendezvous) for handler in handlers[1:])
         assert sorted(future.result(60).rank for future in futures) == list(range(count))
 
