@@ -199,25 +199,26 @@ def block_of(page: str, name: str) -> str:
     return rest.partition("```\n<!-- end -->\n")[0]
 
 
-def take_picture(chromium: str, report: Path, directory: Path) -> None:
+def take_picture(chromium: str, report: Path, directory: Path, picture: Path = PICTURE) -> None:
     """Save the upper part of a report as a picture.
 
     Args:
         chromium: the browser's program.
         report: the report.
         directory: an existing directory for the files of the browser.
+        picture: the PNG file to write.
     """
     sys.path.insert(0, str(DOCS.parent / "tests" / "integrations"))
     from base64 import b64decode
 
-    from chromium import browsing  # type: ignore[import-not-found]
+    from chromium import start_browser  # type: ignore[import-not-found]
 
     width, height = PICTURE_SIZE
-    with browsing(chromium, directory) as browser:
+    with start_browser(chromium, directory) as browser:
         browser.open(report, width)
         clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
         found = browser.call("Page.captureScreenshot", format="png", clip=clip)
-    PICTURE.write_bytes(b64decode(found["data"]))
+    picture.write_bytes(b64decode(found["data"]))
 
 
 def main() -> None:

@@ -248,7 +248,7 @@ def _legend() -> Iterator[str]:
     top = LEGEND_Y - 12
     yield _rect("sample bar", 16, top, 14, 14)
     yield _rect("sample bar later", 32, top, 14, 14)
-    yield _text(52, LEGEND_Y, "a worker completes steps; each generation has another shade")
+    yield _text(52, LEGEND_Y, "steps of a worker, one shade per generation")
     yield _line("sample mark", 432, LEGEND_Y - 5, 456, LEGEND_Y - 5)
     yield _text(462, LEGEND_Y, "SIGKILL")
     yield _line("sample mark joined", 532, LEGEND_Y - 5, 556, LEGEND_Y - 5)
@@ -298,7 +298,7 @@ def _curve(run: Run, x: Scale, y: Scale) -> Iterator[str]:
 def _curve_names(runs: Sequence[Run], y: Scale) -> Iterator[str]:
     for run in runs:
         above = run.last_step == max(other.last_step for other in runs)
-        middle = y(run.last_step) + (-8 if above else 18)
+        middle = y(run.last_step) + (-8 if above else 32)
         yield _text(RIGHT - 4, middle, f"{run.launcher}: step {run.last_step:,}", "end")
 
 

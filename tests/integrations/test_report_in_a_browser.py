@@ -12,6 +12,7 @@ import attrs
 import histories
 import pytest
 from chromium import Browser, start_browser
+from making.outputs import PICTURE_SIZE, take_picture
 
 from elasticlib.observe.history import History
 from elasticlib.observe.report import Report
@@ -261,3 +262,14 @@ def test_two_reports_in_one_page_do_not_affect_the_page(browser: Browser, tmp_pa
     texts = browser.value(TEXTS)
     assert max(text["size"] for text in texts) < 33
     assert overlapping(texts) == []
+
+
+def test_the_picture_of_the_documentation_can_be_taken(tmp_path: Path) -> None:
+    assert CHROMIUM is not None
+    report = Report(histories.eventful()).save(tmp_path / "report.html")
+    picture = tmp_path / "report.png"
+    take_picture(CHROMIUM, report, tmp_path, picture)
+    data = picture.read_bytes()
+    assert data.startswith(b"\x89PNG")
+    size = tuple(int.from_bytes(data[at : at + 4], "big") for at in (16, 20))
+    assert size == PICTURE_SIZE
