@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterable
 from typing import Any
 
 from jobs import PROGRAMS, WITHOUT_TORCH, Job, Node
@@ -47,6 +48,14 @@ def pids(reports: list[Report], node: str = "") -> set[int]:
 
 def kill_worker(report: Report) -> None:
     os.kill(int(report["pid"]), signal.SIGKILL)
+
+
+def kill_workers(reports: Iterable[Report]) -> None:
+    """Kill several workers together: none of them can leave its group after another one died."""
+    reports = list(reports)
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for report in reports:
+            os.kill(int(report["pid"]), number)
 
 
 def wait_for_first_steps(job: Job, world_size: int) -> list[Report]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from jobs import Job, check_consistent_world, generation_of, is_alive
 from regroup_jobs import (
     kill_worker,
+    kill_workers,
     pids,
     send_command,
     start_member,
@@ -261,8 +262,7 @@ def test_a_worker_whose_group_is_broken_does_not_wait_for_the_others(job: Job) -
 def test_all_workers_are_started_if_none_has_survived(job: Job) -> None:
     node = start_node(job, "one", "--standalone")
     first = job.wait_for_world(2)
-    for report in first:
-        kill_worker(report)
+    kill_workers(first)
     second = job.wait_for_world(2, after=1)
     assert not pids(first) & pids(second)
     job.finish()

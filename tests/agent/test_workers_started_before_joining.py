@@ -7,7 +7,7 @@ import signal
 
 import pytest
 from jobs import Job, Node, check_consistent_world, generation_of, is_alive
-from regroup_jobs import kill_worker, pids, start_member, wait_for_first_steps
+from regroup_jobs import kill_workers, pids, start_member, wait_for_first_steps
 
 from elasticlib.testing.waiting import wait_until
 
@@ -55,8 +55,7 @@ def test_members_continue_while_the_workers_of_a_joining_node_start(job: Job) ->
 def test_members_continue_while_a_node_restarts_all_its_workers(job: Job) -> None:
     one, two = start_pair(job)
     first = wait_for_first_steps(job, 4)
-    for report in first[2:]:
-        kill_worker(report)
+    kill_workers(first[2:])
     smaller = job.wait_for_world(2, after=1)
     assert pids(smaller) == pids(first[:2])
     assert smaller[0]["TORCHELASTIC_RESTART_COUNT"] == "1", "the failure uses a restart"
@@ -73,14 +72,12 @@ def test_members_without_a_common_step_wait_for_a_node_that_lost_its_workers(
 ) -> None:
     one, two = start_pair(job)
     first = wait_for_first_steps(job, 4)
-    kill_worker(first[2])
-    kill_worker(first[3])
+    kill_workers(first[2:])
     smaller = job.wait_for_world(2, after=1)
     (idle := job.folder / "idle").touch()
     # The new workers of node two may not have the state of the job yet.
     complete = job.wait_for_world(4, after=generation_of(smaller))
-    for report in complete[:2]:
-        kill_worker(report)
+    kill_workers(complete[:2])
     wait_until("the next group", lambda: job.reports(generation_of(complete) + 1))
     after = job.wait_for_world(4, after=generation_of(complete))
     assert generation_of(after) == generation_of(complete) + 1, job.logs
@@ -93,8 +90,7 @@ def test_members_without_a_common_step_wait_for_a_node_that_lost_its_workers(
 def test_no_node_continues_without_its_peers_if_all_workers_are_lost(job: Job) -> None:
     one, two = start_pair(job)
     first = job.wait_for_world(4)
-    for report in first:
-        kill_worker(report)
+    kill_workers(first)
     second = job.wait_for_world(4, after=1)
     check_consistent_world(second)
     worlds = {path.name.split(".")[1] for path in job.folder.glob("report.*.json")}
