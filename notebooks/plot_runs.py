@@ -78,9 +78,8 @@ def plot_operations(operations: Mapping[str, Sequence[tuple[float, str, str]]]) 
         for number, kind in enumerate(kinds):
             times = [time - first for time, other, _ in recorded if other == kind]
             height = row + 0.6 * ((number + 0.5) / len(kinds) - 0.5)
-            axes.plot(times, [height] * len(times), "|", color=COLORS[number], ms=11, mew=1.5)
-    for number, kind in enumerate(kinds):
-        axes.plot([], [], "|", color=COLORS[number], ms=11, mew=1.5, label=kind)
+            heights, label = [height] * len(times), kind if row == 0 else None
+            axes.plot(times, heights, "|", color=COLORS[number], ms=11, mew=1.5, label=label)
     axes.set_yticks(range(len(operations)), list(operations))
     axes.set_ylim(len(operations) - 0.5, -0.5)
     axes.set_xlabel("seconds since the first operation")

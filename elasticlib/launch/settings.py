@@ -20,7 +20,7 @@ PREFIX = "PET_"  # torchrun's prefix of the variables of its options
 
 
 class Source(enum.IntEnum):
-    """Where a setting comes from. A lower number takes precedence."""
+    """The origin of a setting. A lower number takes precedence."""
 
     FLAG = 0
     ENVIRONMENT = 1

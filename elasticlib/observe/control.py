@@ -479,12 +479,12 @@ class ControlResponder(StoreResponder):
             True if the requests should be listed again soon, because this node has answered one
             or is not part of the run yet.
         """
-        newest_last = sorted(entries, key=lambda entry: entry.version)
-        current = {entry.key for entry in newest_last}
+        by_version = sorted(entries, key=lambda entry: entry.version)
+        current = {entry.key for entry in by_version}
         for key in self._first_read_at.keys() - current:
             del self._first_read_at[key]
             self._store.delete(self._answer_key(key))
-        newest = newest_last[-MAX_REQUESTS:]
+        newest = by_version[-MAX_REQUESTS:]
         reactions = [self._react(entry) for entry in newest if entry.key not in self._finished]
         return any(reactions)
 

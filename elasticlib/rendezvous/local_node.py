@@ -442,7 +442,7 @@ class LocalNode:
         membership_id = membership.membership_id
         has_members = view.membership is not None and view.membership.membership_id == membership_id
         if not has_members:
-            self._write_members(membership, snapshot)
+            self._write_members(membership)
         if self._write_state(membership, snapshot):
             self._membership = membership
             is_new_run = before is not None and before.incarnation != membership.incarnation
@@ -458,13 +458,11 @@ class LocalNode:
             self.keys.state, encode_state(state), expected=_version(snapshot.state_entry)
         ).succeeded
 
-    def _write_members(self, membership: Membership, snapshot: JobSnapshot) -> None:
+    def _write_members(self, membership: Membership) -> None:
         """Write the shards of the members. The state that refers to them is written afterwards."""
         membership_id = membership.membership_id
         if not membership_id:
             return
-        master_key = self.keys.master_endpoint(membership_id)
-        self._delete_keys(key for key in snapshot.master_keys() if key != master_key)
         shards = shard_members(membership).items()
         for number, rows in self._iterate_and_refresh(shards, SHARDS_PER_REFRESH):
             self.store.set(self.keys.shard(membership_id, number), encode_shard(rows))

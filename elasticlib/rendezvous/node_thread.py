@@ -181,7 +181,7 @@ class NodeThread:
                 callback(self.closed_error())
                 return join
             self._join = join
-        # Before the first read: one read then serves both, and the node does not poll twice.
+        # This is posted before the thread starts, so that its first read already serves the join.
         self.post(lambda: self._request_join(self._join))
         self._start_taking_part()
         return join
