@@ -30,7 +30,8 @@ from .catalog import CheckpointCatalog, Retention, Selection, check_step
 from .collectives import PeerGroup
 from .commit import Committer, NotWritableError, RankWriters, WriterIdentity
 from .pack import LayoutCache, PackImage
-from .reshard import plan_part_layout
+from .rank_digests import DigestCache, PartComparison, RankComparison, StateDigest
+from .reshard import has_own_rest, plan_part_layout
 from .restore import (
     MEMORY,
     DiskSource,
@@ -151,7 +152,7 @@ class CheckpointManager:
         self._folder, self._group = folder, group
         self._name = folder.name if isinstance(folder, CheckpointStorage) else os.fspath(folder)
         self._retention = Retention(keep_last, keep_every)
-        self._layouts = LayoutCache()
+        self._layouts, self._digests = LayoutCache(), DigestCache()
         self._private_slots = SnapshotSlots(None)  # of saves, where no agent has memory for them
         self._save_group: dist.ProcessGroup | None = None  # of the writer threads
         self._copying = ExclusiveCall()  # a call that copies a state, or frees memory of copies
@@ -279,22 +280,37 @@ class CheckpointManager:
         flat = flatten(call.state, reject_state_dicts=True)
         kept = self._keep_snapshot(step, flat) if call.is_snapshot else None
         self._check_last_save()
+        self._check_remote_saves()
+        exchange = self._results.digests
+        digest = self._digests.digest(flat) if exchange.is_needed else None
         if not flat.shards and not self.is_writer:
-            remote = RemoteSave(step, number, self._results, self._catalog)
-            self._remote_saves.append(remote)
-            return remote
+            return self._expect_save(step, number, digest)
+        comparison: RankComparison | PartComparison | None = None
+        if flat.shards:
+            comparison = PartComparison(step, None if has_own_rest(flat) else digest)
+        elif digest is not None:
+            exchange.put(number, digest)
+            comparison = RankComparison(exchange, number, step, digest)
         writers = self._all_ranks if flat.shards else self._this_rank
         if self._remove_stop_callback is None:
             atexit.register(self._log_unseen_failure)
             self._remove_stop_callback = context().on_stop(self._wait_for_write)
         image, slot = self._copy_for_save(step, flat, writers, kept)
         data, world_size = slot.view(image.size), self._rank_info.world_size
-        write = partial(writers.write, step, data, world_size, is_pinned=call.is_pinned)
+        write = partial(
+            writers.write,
+            step,
+            data,
+            world_size,
+            is_pinned=call.is_pinned,
+            comparison=comparison,
+        )
         publish = partial(self._results.publish, number, step)
         write_and_publish = partial(
-            self._write, write, publish, self._committer, (step, call.started_at)
+            self._write, write, publish, self._committer, (step, call.started_at), comparison
         )
-        save = LocalSave(step, write_and_publish)
+        rest = comparison if isinstance(comparison, RankComparison) else None
+        save = LocalSave(step, write_and_publish, rest)
         # One line, because an exception of a signal handler may arrive before each line. A save
         # that reserves a slot is always started.
         self._last_save = slot.save = save
@@ -304,6 +320,28 @@ class CheckpointManager:
         if not save.in_background:
             save.wait()  # No other call may follow that could raise its failure.
         return save
+
+    def _expect_save(self, step: int, number: int, digest: StateDigest | None) -> RemoteSave:
+        """Return the handle of a save that rank 0 writes, and publish this rank's digest."""
+        results = self._results
+        if digest is not None:
+            results.digests.put(number, digest)
+        remote = RemoteSave(step, number, results, self._catalog, digest)
+        self._remote_saves.append(remote)
+        return remote
+
+    def _check_remote_saves(self) -> None:
+        """Raise an error if it is known that ranks have given different states to a save."""
+        if not self._results.is_reachable:
+            return
+        for save in tuple(self._remote_saves):
+            if not save.done():
+                return
+            if save.has_unseen_difference:
+                self._remote_saves.remove(save)
+                save.wait()
+            if save.has_succeeded:  # `wait` reports any other failure.
+                self._remote_saves.remove(save)
 
     def _copy_for_save(
         self,
@@ -340,6 +378,7 @@ class CheckpointManager:
         publish: Callable[..., None],
         committer: Committer,
         started: tuple[int, float],
+        comparison: RankComparison | PartComparison | None,
     ) -> None:
         """Write a checkpoint and publish the result. This runs in the writer thread.
 
@@ -349,6 +388,7 @@ class CheckpointManager:
             committer: the committer that `write` uses. `self._committer` may be another one by now,
                 because the process group has changed.
             started: the step, and the start of the call of `save` by `monotonic`.
+            comparison: the comparison with the states of other ranks, if this rank makes one.
         """
         step, started_at = started
         try:
@@ -356,7 +396,7 @@ class CheckpointManager:
         except BaseException as error:
             publish(error)
             raise
-        publish()
+        publish(is_compared=not isinstance(comparison, RankComparison) or comparison.is_complete)
         # Where another rank commits, the commit has happened just before this.
         committed_at = committer.committed_at
         finished_at = committed_at if committed_at > started_at else monotonic()
@@ -489,6 +529,8 @@ class CheckpointManager:
             return
         deadline = None if timeout is None else monotonic() + timeout
         saves = [save for save in (self._last_save, *self._remote_saves) if save is not None]
+        if self._last_save is not None:
+            self._last_save.find_late_difference()
         try:
             for save in saves:
                 if not save.was_checked:
@@ -548,8 +590,9 @@ class CheckpointManager:
 
     def _check_last_save(self) -> None:
         """Wait for this rank's last save. Raise its failure, unless a caller has checked it."""
-        if self._last_save is not None and not self._last_save.was_checked:
-            self._last_save.wait()
+        last = self._last_save
+        if last is not None and (not last.was_checked or last.find_late_difference()):
+            last.wait()
 
     def _wait_for_write(self) -> None:
         """Wait for this rank's last save. A failure is kept for `wait`."""
@@ -777,7 +820,9 @@ class CheckpointManager:
         ranks = None if group is None else dist.get_process_group_ranks(group)
         # The numbers of saves start again in each generation, because a rank may be new in it.
         name = f"{self._name}\0{ranks}\0{self._rank_info.writer.generation}"
-        return SaveResults(store, name, is_publisher=self.is_writer)
+        return SaveResults(
+            store, name, rank=self._rank_info.rank, world_size=self._rank_info.world_size
+        )
 
     @cached_property
     def _snapshots(self) -> SnapshotSource | None:

@@ -119,10 +119,17 @@ def plan_part_layout(
             )
             rows.append(shard.to_row())
     meta = {"step": step, "shards": rows}
-    meshes = {dtensor.device_mesh for dtensor in flat.shards.values()}
-    if meshes and not any(has_rank(_mesh_ranks(mesh), 0) for mesh in meshes):
-        has_rest = True
+    has_rest = has_rest or has_own_rest(flat)
     return layouts.plan(flat, meta, PackShards(tensors, list(boxes), has_rest))
+
+
+def has_own_rest(flat: FlatState) -> bool:
+    """Return True if a rank saves all its values, because no mesh of its state contains rank 0.
+
+    Another stage of a pipeline has other ones.
+    """
+    meshes = {dtensor.device_mesh for dtensor in flat.shards.values()}
+    return bool(meshes) and not any(has_rank(_mesh_ranks(mesh), 0) for mesh in meshes)
 
 
 def _local_box(path: StatePath, dtensor: DTensor) -> Box | None:

@@ -357,6 +357,17 @@ def encode_values(meta: Mapping[str, Any], values: Sequence[Any]) -> str:
         return _json({"meta": meta, "values": [_encode_scalar(value) for value in values]})
 
 
+def encode_plain_values(values: Sequence[Any]) -> str:
+    """Return a text that is equal for equal plain values of `FlatState.values`, and only for them.
+
+    It is not the form in a file.
+    """
+    try:
+        return _json(values)
+    except ValueError:  # an integer of thousands of digits
+        return _json([_encode_scalar(value) for value in values])
+
+
 def _encode_scalar(value: Any) -> Any:
     if type(value) is int and value.bit_length() > MAX_INT_BITS:
         return {"int": hex(value)}
@@ -472,6 +483,7 @@ class FlatState:
     tensors: list[torch.Tensor] = attrs.field(factory=list)  # tensors, and the bytes of arrays
     values: list[Any] = attrs.field(factory=list)  # plain values, scalars as they are
     shards: dict[StatePath, Any] = attrs.field(factory=dict)  # DTensors
+    modules: list[tuple[StatePath, torch.nn.Module]] = attrs.field(factory=list)
 
 
 def flatten(state: object, *, reject_state_dicts: bool = False) -> FlatState:
@@ -565,6 +577,8 @@ class _Flattener:
             self._add_tensor(value, kind)
         elif (accessor := state_accessor(value)) is not None:
             given = _get_state(accessor, tuple(self._path), value)
+            if isinstance(value, torch.nn.Module):
+                self.flat.modules.append((tuple(self._path), value))
             checks, self._checks_dicts = self._checks_dicts, False
             self.add(given)
             self._checks_dicts = checks
@@ -634,6 +648,54 @@ def _factory_name(path: StatePath, value: defaultdict[Any, Any]) -> str:
         f"{format_path(path)} is a defaultdict of {value.default_factory!r}, and a checkpoint "
         f"holds those of {', '.join(_FACTORIES)}: save a dict of it"
     )
+
+
+# -- parts of a structure --------------------------------------------------------------------------
+
+
+class StructurePart(NamedTuple):
+    """A container, or a leaf, of a structure."""
+
+    path: StatePath
+    text: str  # Two parts have equal texts if their types and their keys are equal.
+    is_value: bool = False
+    is_tensor: bool = False  # a tensor or an array; not a DTensor
+    is_in_state_dict: bool = False  # it is directly in the dict that a module returned
+
+
+def structure_parts(structure: Sequence[Any]) -> list[StructurePart]:
+    """Return the containers and leaves of a structure, in the order of its tokens.
+
+    Raises:
+        CheckpointError: A key cannot be saved; the message names its path.
+    """
+    parts: list[StructurePart] = []
+    tokens = iter(structure)
+
+    def add(path: StatePath, is_in_state_dict: bool) -> None:
+        token = next(tokens)
+        if token in _MAPPING_NAMES:
+            kind, keys = _MAPPING_NAMES[token], next(tokens)
+            keys = keys[0] if keys and type(keys[0]) is tuple else keys
+            names, factory = ((), "") if token is dict else (next(tokens), next(tokens))
+            encoded = [_encode_key(path, key) for key in keys]
+            parts.append(StructurePart(path, _json([kind, encoded, names, factory])))
+            for key in keys:
+                add((*path, key), "_metadata" in names)
+            for name in names:
+                add((*path, PathLabel(f".{name}")), False)
+        elif token is list or token is tuple:
+            count = next(tokens)
+            parts.append(StructurePart(path, f"{token.__name__} {count}"))
+            for at in range(count):
+                add((*path, at), False)
+        else:
+            is_tensor = token is not _VALUE and token is not _SHARD
+            text = f"{token} {next(tokens)}" if token is _ARRAY else token
+            parts.append(StructurePart(path, text, token is _VALUE, is_tensor, is_in_state_dict))
+
+    add((), False)
+    return parts
 
 
 # -- structure as JSON -----------------------------------------------------------------------------

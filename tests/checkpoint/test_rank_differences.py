@@ -1,0 +1,145 @@
+"""Values that differ by rank: a save of them fails on all ranks, or saves them by rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from managers import capture_errors
+from ranks import Ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from elasticlib import CheckpointManager
+
+
+def net() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(3, 200), torch.nn.BatchNorm1d(200))
+
+
+def big_net(rank: int) -> torch.nn.Module:
+    """Return a module with a parameter that is not read completely, and differs by rank."""
+    module = torch.nn.Linear(300, 200)
+    with torch.no_grad():
+        module.weight.fill_(1.0).add_(rank * 1e-7)
+        module.bias.zero_()
+    return module
+
+
+def generator(rank: int) -> torch.Generator:
+    made = torch.Generator().manual_seed(0)
+    torch.rand(rank, generator=made)
+    return made
+
+
+def optimizer(rank: int) -> torch.optim.Optimizer:
+    made = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
+    made.param_groups[0]["params"][0].grad = torch.ones(2) * (rank + 1)
+    made.step()
+    return made
+
+
+# Each of them differs between the ranks, and the path is that of the difference.
+DIFFERENT: dict[str, tuple[Callable[[int], Any], str]] = {
+    "a value": (lambda rank: {"a": [0, rank]}, "state['x']['a'][1]"),
+    "a generator": (generator, "state['x']"),
+    "a parameter": (big_net, "state['x']['weight']"),
+    "a small tensor": (lambda rank: torch.tensor([0, rank]), "state['x']"),
+    "an optimizer": (optimizer, "state['x']['state'][0]['momentum_buffer']"),
+    "keys": (lambda rank: {"both": 0, f"of rank {rank}": 0}, "state['x']"),
+    "a shape": (lambda rank: torch.zeros(2 + rank), "state['x']"),
+}
+
+
+def save_different(kind: str, is_sharded: bool, folder: Path) -> list[str]:
+    """Save a state that differs by rank, and return the error of `wait` and of the next save."""
+    rank = dist.get_rank()
+    module = net()
+    if is_sharded:
+        fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    state = {"net": module, "x": DIFFERENT[kind][0](rank)}
+    with CheckpointManager(folder / "checkpoints") as manager:
+        handle = manager.save(1, state)
+        with capture_errors() as errors:
+            handle.wait()
+        dist.barrier()  # The digest of the other rank has arrived.
+        if not errors:
+            with capture_errors() as errors:
+                manager.save(2, state)
+    return errors
+
+
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["replicated", "sharded"])
+def test_a_save_fails_on_all_ranks_with_the_path_of_what_differs(
+    ranks: Ranks, tmp_path: Path, is_sharded: bool
+) -> None:
+    for kind, (_, path) in DIFFERENT.items():
+        folder = tmp_path / kind
+        for errors in ranks.run(save_different, 2, kind, is_sharded, folder):
+            assert len(errors) == 1, (kind, errors)
+            assert f" {path} " in errors[0], (kind, errors)
+            assert "rank 1" in errors[0]
+            assert "per_rank=('x',)" in errors[0]
+
+
+def save_similar(folder: Path) -> tuple[list[int], float]:
+    """Save what may differ by rank: statistics of BatchNorm, devices and strides; and on rank 0."""
+    rank = dist.get_rank()
+    module = net()
+    module[1].running_mean.fill_(rank)
+    table = torch.arange(40_000.0).view(200, 200)
+    table = table.t().contiguous().t() if rank else table
+    state = {"net": module, "dict": net().state_dict(), "table": table, "number": 1.0}
+    state["dict"]["1.running_var"].fill_(rank)
+    with CheckpointManager(folder) as manager:
+        for step in (1, 2):
+            manager.save(step, state)
+            dist.barrier()
+            manager.wait()
+        if rank == 0:
+            state["number"] = 2.0
+            manager.save(3, state)
+        manager.wait()
+        dist.barrier()
+        return manager.steps(), float(manager.load()["net"]["1.running_mean"][0])
+
+
+def test_buffers_may_differ_by_rank_and_rank_0_may_save_alone(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(save_similar, 2, tmp_path) == [([1, 2, 3], 0.0)] * 2
+
+
+def save_after_rank_0(folder: Path) -> tuple[list[str], list[str], list[int]]:
+    """Save on rank 1 only when the checkpoint of rank 0 is durable."""
+    rank, late = dist.get_rank(), []
+    state = {"x": rank}
+    with CheckpointManager(folder) as manager:
+        if rank == 0:
+            manager.save(1, state).wait()
+        dist.barrier()
+        if rank == 1:
+            with capture_errors() as late:
+                manager.save(1, state).wait()
+        dist.barrier()
+        with capture_errors() as next_errors:
+            state["x"] = 0
+            manager.save(2, state)
+        with capture_errors():
+            manager.wait()
+        dist.barrier()
+        return late, next_errors, manager.steps()
+
+
+def test_a_difference_that_is_found_after_the_commit_is_raised_by_the_next_call(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    (none, first, steps), (late, nothing, _) = ranks.run(save_after_rank_0, 2, tmp_path)
+    expected = "step 1 was saved with rank 0's values only: state['x'] is not the same on rank 1"
+    assert (none, nothing) == ([], [])
+    assert late[0].startswith(expected)
+    assert first[0].startswith(expected)
+    assert steps == [1]
