@@ -31,7 +31,7 @@ import torch
 
 from ..errors import CheckpointError, CheckpointUnreadableError, format_error
 from ..untrusted import class_name_with_article, full_name
-from .state_dicts import describe_state_dict, state_dict_owner
+from .state_dicts import describe_sharded_object, describe_state_dict, state_dict_owner
 from .tensor_layout import dtype_from_name, dtype_name
 
 StatePath: TypeAlias = tuple[Any, ...]  # keys and indices, from the root of the state
@@ -238,10 +238,11 @@ def local_tensor(value: Any) -> torch.Tensor:
 def reject_state_dicts(state: object, path: StatePath = ()) -> None:
     """Reject a state that contains the state dict of an object that has to be given itself.
 
-    What the objects in the state return is not checked.
+    Objects that torch has sharded without DTensors are rejected, too. What the objects in the state
+    return is not checked.
 
     Raises:
-        CheckpointError: The state contains such a state dict; the message names its path.
+        CheckpointError: The state contains such a dict or object; the message names its path.
     """
     if type(state) is dict and (owner := state_dict_owner(state)):
         raise CheckpointError(f"{format_path(path)} {describe_state_dict(owner)}")
@@ -250,6 +251,13 @@ def reject_state_dicts(state: object, path: StatePath = ()) -> None:
         for key, part in parts_of(state).items():
             if is_container(part):
                 reject_state_dicts(part, (*path, key))
+            else:
+                _reject_sharded_object(part, (*path, key))
+
+
+def _reject_sharded_object(value: object, path: StatePath) -> None:
+    if reason := describe_sharded_object(value):
+        raise CheckpointError(f"{format_path(path)} {reason}")
 
 
 def _check_depth(path: StatePath) -> None:
@@ -492,8 +500,7 @@ def flatten(state: object, *, reject_state_dicts: bool = False) -> FlatState:
     Args:
         state: Nested containers of tensors, NumPy arrays, plain values, and objects with
             `state_dict` and `load_state_dict`.
-        reject_state_dicts: Raise if the state contains the state dict of an object that has to be
-            given itself. What objects in the state return is not checked.
+        reject_state_dicts: Raise for what the function of that name rejects.
 
     Raises:
         CheckpointError: The state contains a value that cannot be saved; the message names its
@@ -576,6 +583,8 @@ class _Flattener:
         if isinstance(value, torch.Tensor):
             self._add_tensor(value, kind)
         elif (accessor := state_accessor(value)) is not None:
+            if self._checks_dicts:
+                _reject_sharded_object(value, tuple(self._path))
             given = _get_state(accessor, tuple(self._path), value)
             if isinstance(value, torch.nn.Module):
                 self.flat.modules.append((tuple(self._path), value))

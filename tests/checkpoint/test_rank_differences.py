@@ -12,7 +12,7 @@ import torch.distributed as dist
 from managers import capture_errors
 from ranks import Ranks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from elasticlib import CheckpointManager
 
@@ -143,3 +143,42 @@ def test_a_difference_that_is_found_after_the_commit_is_raised_by_the_next_call(
     assert late[0].startswith(expected)
     assert first[0].startswith(expected)
     assert steps == [1]
+
+
+def give_objects_that_torch_has_sharded(folder: Path) -> list[list[str]]:
+    """Return the errors of each call with each such object, after a step of the optimizers."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # This warns, outside of ranks.
+
+    flat = FullyShardedDataParallel(torch.nn.Linear(8, 8), device_id=torch.device("cpu"))
+    flat_adam = torch.optim.Adam(flat.parameters())
+    plain = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+    zero = ZeroRedundancyOptimizer(plain.parameters(), torch.optim.Adam)
+    for module, optimizer in ((flat, flat_adam), (plain, zero)):
+        module(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+    found = []
+    with CheckpointManager(folder) as manager:
+        for given in (torch.nn.Sequential(flat), flat_adam, zero):
+            state = {"given": [given]}
+            calls = (
+                lambda state: manager.save(1, state),
+                lambda state: manager.snapshot(1, state),
+                manager.restore,
+            )
+            for call in calls:
+                with capture_errors() as errors:
+                    call(state)
+                found.append(errors)
+        with capture_errors():
+            manager.wait()
+    return found
+
+
+def test_states_of_fsdp1_and_zero_are_rejected_with_the_remedy(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    for found in ranks.run(give_objects_that_torch_has_sharded, 2, tmp_path):
+        for errors, kind in zip(found, ["FSDP1"] * 6 + ["ZeroRedundancy"] * 3, strict=True):
+            assert errors[0].startswith("state['given'][0] "), found
+            assert kind in errors[0]
+            assert "fully_shard" in errors[0]
