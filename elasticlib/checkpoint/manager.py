@@ -20,6 +20,7 @@ from functools import cached_property, partial
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 import attrs
+import torch
 import torch.distributed as dist
 
 from ..clock import monotonic
@@ -568,6 +569,7 @@ class CheckpointManager:
         if self._remove_stop_callback is not None:
             self._remove_stop_callback()
         self._run_exclusively("the memory of copies is not freed", self._free_slots)
+        vars(self).pop("_all_ranks", None)  # It has connections to the other ranks.
         group, self._save_group = self._save_group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
@@ -665,7 +667,9 @@ class CheckpointManager:
         names = check_names(state)
         reject_state_dicts(names)
         options: Any = {"step": step, "strict": strict, "if_unusable": if_unusable}
-        agreed = restore_from(sources, names, self._group, node=node, **options)
+        # A script that restores in inference mode can train on the state all the same.
+        with torch.inference_mode(mode=False):
+            agreed = restore_from(sources, names, self._group, node=node, **options)
         result = RestoreResult(agreed.step, agreed.source, agreed.skipped)
         if step is not None and not result:
             raise self._missing_step_error(step, result, sources)
@@ -807,9 +811,14 @@ class CheckpointManager:
 
     @cached_property
     def _all_ranks(self) -> RankWriters:
-        ranks = None if self._group is None else dist.get_process_group_ranks(self._group)
-        self._save_group = dist.new_group(ranks, backend="gloo")
-        return RankWriters(self._committer, PeerGroup(self._save_group))
+        if self._group is None:
+            self._save_group = dist.new_group(backend="gloo")
+            return RankWriters(self._committer, PeerGroup(self._save_group))
+        rank_info, results = self._rank_info, self._results
+        peers = PeerGroup.connect(
+            results.store, results.next_group_name(), rank_info.rank, rank_info.world_size
+        )
+        return RankWriters(self._committer, peers)
 
     @cached_property
     def _results(self) -> SaveResults:

@@ -95,11 +95,14 @@ class PackLayout:
         """Return the tensors that `PackImage.copy_to` fills, as views of a buffer."""
         if not self.stored:
             return []
-        storage = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
-        return [
-            strided_view(storage, offset // layout.dtype.itemsize, layout)
-            for offset, layout in zip(self.offsets, self.layouts, strict=True)
-        ]
+        # The views are reused. If they were created in inference mode, copies to them would fail
+        # outside of it.
+        with torch.inference_mode(mode=False):
+            storage = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+            return [
+                strided_view(storage, offset // layout.dtype.itemsize, layout)
+                for offset, layout in zip(self.offsets, self.layouts, strict=True)
+            ]
 
 
 @attrs.frozen(eq=False)

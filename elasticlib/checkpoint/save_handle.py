@@ -366,7 +366,7 @@ class SaveResults:
     def __init__(self, store: Any, name: str, *, rank: int = 0, world_size: int = 1) -> None:
         self.is_reachable = store is not None  # False once the store's host has exited
         self.newest_step = 0  # of the saves that this rank expects from rank 0
-        self._store, self._is_publisher = store, rank == 0
+        self.store, self._is_publisher = store, rank == 0
         self._prefix = f"elasticlib/saves/{zlib.crc32(name.encode()):08x}"
         self.digests = DigestExchange(store, self._prefix, rank, world_size)
 
@@ -374,6 +374,14 @@ class SaveResults:
         """Count a save, and return its number. Each call returns the next number."""
         # A signal handler cannot interrupt either of the two calls halfway.
         return next(_numbers.setdefault(self._prefix, count(1)))
+
+    def next_group_name(self) -> str:
+        """Return a name for a group of this manager's ranks, which no other group has.
+
+        All ranks of the manager make the same calls, whatever other groups they have.
+        """
+        prefix = f"{self._prefix}/group"
+        return f"{prefix}/{next(_numbers.setdefault(prefix, count(1)))}"
 
     def publish(
         self,
@@ -402,7 +410,7 @@ class SaveResults:
             "is_compared": is_compared,
         }
         try:
-            self._store.set(self._key(number), json.dumps(result))
+            self.store.set(self._key(number), json.dumps(result))
             self._delete_old(number)
         except (RuntimeError, NotImplementedError) as lost:
             log.info("cannot publish the result of saving step %d to other ranks: %s", step, lost)
@@ -410,9 +418,9 @@ class SaveResults:
     def read(self, number: int) -> dict[str, Any] | None:
         """Return the result of a save, with its `step` and `error`, or None if there is none."""
         try:
-            if not self._store.check([self._key(number)]):
+            if not self.store.check([self._key(number)]):
                 return None
-            result: dict[str, Any] = json.loads(self._store.get(self._key(number)))
+            result: dict[str, Any] = json.loads(self.store.get(self._key(number)))
         except RuntimeError as lost:
             log.info("cannot read the result of save %d in the ranks' store: %s", number, lost)
             self.is_reachable = False
@@ -430,7 +438,7 @@ class SaveResults:
             if not self.is_reachable:
                 raise RuntimeError("there is no process group")
             if self._is_publisher:
-                self._store.set(self._decision_key(number), "skip" if is_busy else "save")
+                self.store.set(self._decision_key(number), "skip" if is_busy else "save")
                 self._delete_old(number)
                 return is_busy
             return self._read_decision(number, step)
@@ -443,19 +451,19 @@ class SaveResults:
     def _read_decision(self, number: int, step: int) -> bool:
         key, pause, interval_s = self._decision_key(number), threading.Event(), 0.001
         deadline = monotonic() + RESULT_TIMEOUT_S
-        while not self._store.check([key]):
+        while not self.store.check([key]):
             if (result := self.read(number)) is not None and result["error"]:
                 raise CheckpointError(f"step {step} was not saved by rank 0: {result['error']}")
             if monotonic() > deadline:
                 raise RuntimeError(f"rank 0 did not call save within {RESULT_TIMEOUT_S:g} s")
             pause.wait(interval_s)
             interval_s = min(2 * interval_s, STORE_POLL_INTERVAL_S)
-        return bool(self._store.get(key) == b"skip")
+        return bool(self.store.get(key) == b"skip")
 
     def _delete_old(self, number: int) -> None:
         if (old := number - NUM_STORED_RESULTS) > 0:
-            self._store.delete_key(self._key(old))
-            self._store.delete_key(self._decision_key(old))
+            self.store.delete_key(self._key(old))
+            self.store.delete_key(self._decision_key(old))
             self.digests.delete_counter(old)
 
     def _key(self, number: int) -> str:
