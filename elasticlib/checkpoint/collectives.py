@@ -106,8 +106,9 @@ class PeerGroup:
             world_size: the number of ranks that connect.
         """
         peers = cls()
-        own_store = dist.PrefixStore(f"{name}/", store)
-        peers.group = cast(Any, dist.ProcessGroupGloo(own_store, rank, world_size))
+        torch_dist = cast(Any, dist)  # Its stubs lack these names.
+        own_store = torch_dist.PrefixStore(f"{name}/", store)
+        peers.group = torch_dist.ProcessGroupGloo(own_store, rank, world_size)
         peers.rank, peers.world_size = rank, world_size
         return peers
 

@@ -15,7 +15,7 @@ import secrets
 import socket
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
@@ -31,6 +31,7 @@ from .catalog import CheckpointCatalog, Retention, Selection, check_step
 from .collectives import PeerGroup
 from .commit import Committer, NotWritableError, RankWriters, WriterIdentity
 from .pack import LayoutCache, PackImage
+from .per_rank import MissingValue, RankValueEncoder, read_names
 from .rank_digests import DigestCache, PartComparison, RankComparison, StateDigest
 from .reshard import has_own_rest, plan_part_layout
 from .restore import (
@@ -132,6 +133,7 @@ class CheckpointManager:
         keep_last: int = 3,
         keep_every: int = 0,
         group: dist.ProcessGroup | None = None,
+        per_rank: Sequence[str] | Mapping[str, MissingValue | None] = (),
     ) -> None:
         """Create the manager. Nothing is read or written before the first call of a method.
 
@@ -142,9 +144,15 @@ class CheckpointManager:
             keep_every: also keep steps that are a multiple of this; 0: none.
             group: the ranks that share the state. The default is the default process group. Each
                 rank of a given group keeps snapshots.
+            per_rank: names at the top level of the state whose values differ by rank, such as
+                generators. Each rank saves and restores its own, and all ranks call `save`
+                together. The values are small. With another number of ranks, `restore` raises
+                StateMismatchError, unless this is a dict of names and functions. Then ranks that
+                have saved a value get it back, and a function returns the value of any other rank,
+                given its number.
 
         Raises:
-            ConfigError: `keep_last` or `keep_every` is invalid.
+            ConfigError: `keep_last`, `keep_every` or `per_rank` is invalid.
         """
         self.last_stall_s = 0.0
         """Seconds for which the last `save` or `snapshot` blocked the training."""
@@ -153,6 +161,8 @@ class CheckpointManager:
         self._folder, self._group = folder, group
         self._name = folder.name if isinstance(folder, CheckpointStorage) else os.fspath(folder)
         self._retention = Retention(keep_last, keep_every)
+        self._per_rank = read_names(per_rank)
+        self._rank_values = RankValueEncoder(self._per_rank)
         self._layouts, self._digests = LayoutCache(), DigestCache()
         self._private_slots = SnapshotSlots(None)  # of saves, where no agent has memory for them
         self._save_group: dist.ProcessGroup | None = None  # of the writer threads
@@ -232,6 +242,14 @@ class CheckpointManager:
         finally:
             self.last_stall_s = monotonic() - started_at
 
+    def _flatten(self, state: object) -> FlatState:
+        """Return the state as tensors and values, without those that are saved by rank."""
+        info = self._rank_info
+        rest, own = self._rank_values.split(state, info.rank, info.world_size)
+        flat = flatten(rest, reject_state_dicts=True)
+        flat.own = own
+        return flat
+
     def _concurrent_call_error(self, what: str) -> CheckpointError:
         """Return the error for a call that is made while another call copies a state."""
         return CheckpointError(
@@ -253,7 +271,7 @@ class CheckpointManager:
             number = results.next_number()
             if call.may_skip and self._is_skip_agreed(number, call.step):
                 if call.is_snapshot:
-                    self._keep_snapshot(call.step, flatten(call.state, reject_state_dicts=True))
+                    self._keep_snapshot(call.step, self._flatten(call.state))
                 return SkippedSave(call.step)
             return self._start_save(call, number)
         except BaseException as error:
@@ -278,21 +296,21 @@ class CheckpointManager:
         step = call.step
         if not call.is_snapshot:
             self._check_last_save()
-        flat = flatten(call.state, reject_state_dicts=True)
+        flat = self._flatten(call.state)
         kept = self._keep_snapshot(step, flat) if call.is_snapshot else None
         self._check_last_save()
         self._check_remote_saves()
         exchange = self._results.digests
         digest = self._digests.digest(flat) if exchange.is_needed else None
-        if not flat.shards and not self.is_writer:
+        if not flat.has_parts and not self.is_writer:
             return self._expect_save(step, number, digest)
         comparison: RankComparison | PartComparison | None = None
-        if flat.shards:
+        if flat.has_parts:
             comparison = PartComparison(step, None if has_own_rest(flat) else digest)
         elif digest is not None:
             exchange.put(number, digest)
             comparison = RankComparison(exchange, number, step, digest)
-        writers = self._all_ranks if flat.shards else self._this_rank
+        writers = self._all_ranks if flat.has_parts else self._this_rank
         if self._remove_stop_callback is None:
             atexit.register(self._log_unseen_failure)
             self._remove_stop_callback = context().on_stop(self._wait_for_write)
@@ -362,7 +380,7 @@ class CheckpointManager:
         Returns:
             The pack to write to the disk, and the slot that contains its copy.
         """
-        if flat.shards:
+        if flat.has_parts:
             has_rest = writers.rank == 0
             image = plan_part_layout(self._layouts, step, flat, has_rest=has_rest, has_copies=False)
         else:
@@ -436,7 +454,7 @@ class CheckpointManager:
             return False
 
         def keep() -> bool:
-            return self._keep_snapshot(step, flatten(state, reject_state_dicts=True)) is not None
+            return self._keep_snapshot(step, self._flatten(state)) is not None
 
         is_kept = self._run_exclusively(f"step {step} is not kept", keep)
         if is_kept:
@@ -667,6 +685,7 @@ class CheckpointManager:
         names = check_names(state)
         reject_state_dicts(names)
         options: Any = {"step": step, "strict": strict, "if_unusable": if_unusable}
+        options["per_rank"] = self._per_rank
         # A script that restores in inference mode can train on the state all the same.
         with torch.inference_mode(mode=False):
             agreed = restore_from(sources, names, self._group, node=node, **options)
@@ -811,6 +830,13 @@ class CheckpointManager:
 
     @cached_property
     def _all_ranks(self) -> RankWriters:
+        if not dist.is_initialized():
+            if self._rank_info.world_size > 1:
+                raise CheckpointError(
+                    "values are saved by rank, which needs a process group of all "
+                    f"{self._rank_info.world_size} ranks: call torch.distributed.init_process_group"
+                )
+            return RankWriters(self._committer, PeerGroup())
         if self._group is None:
             self._save_group = dist.new_group(backend="gloo")
             return RankWriters(self._committer, PeerGroup(self._save_group))

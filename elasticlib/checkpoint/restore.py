@@ -39,6 +39,7 @@ from .collectives import (
     raise_first_error,
 )
 from .pack import unpack
+from .per_rank import MissingValue, RankValueRule
 from .reshard import ShardedRestore
 from .restore_plan import plan_restore
 from .safetensors_header import read_header
@@ -532,6 +533,7 @@ def restore_from(
     step: int | None = None,
     strict: bool = True,
     if_unusable: IfUnusable = "raise",
+    per_rank: Mapping[str, MissingValue | None] | None = None,
 ) -> RestoreAgreement:
     """Restore the newest state that is complete over all ranks, on all of them.
 
@@ -560,6 +562,7 @@ def restore_from(
             names are ignored.
         if_unusable: what to do without a `step` if there are checkpoints on disk and no state can
             be used: "raise" raises CheckpointCorruptError, "start_over" changes nothing.
+        per_rank: the names that are saved by rank, see `CheckpointManager`.
 
     Returns:
         The agreement. Its `kind` is empty if there was nothing to restore.
@@ -578,11 +581,12 @@ def restore_from(
         raise ConfigError(f'if_unusable must be "raise" or "start_over", got {if_unusable!r}')
     with peer_group(group) as peers:
         search, fetched = StateSearch(peers, sources), None
+        rule = RankValueRule(per_rank or {}, peers.rank, peers.world_size)
         try:
             search.begin(node or socket.gethostname(), step)
             while fetched is None and (plan := search.choose()) is not None:
                 fetch = _fetch_sharded if plan.key.num_parts else _fetch_replicated
-                fetched = fetch(search, plan, state, strict=strict)
+                fetched = fetch(search, plan, state, rule, strict=strict)
             if fetched is not None:
                 put, agreement = fetched
                 peers.run_on_all(put, f"failed to restore step {agreement.step}")
@@ -615,9 +619,14 @@ def _no_usable_checkpoint(reasons: Sequence[str]) -> CheckpointCorruptError:
 
 
 def _fetch_sharded(
-    search: StateSearch, plan: RestorePlan, state: MutableMapping[str, Any], *, strict: bool
+    search: StateSearch,
+    plan: RestorePlan,
+    state: MutableMapping[str, Any],
+    rule: RankValueRule,
+    *,
+    strict: bool,
 ) -> _Fetched | None:
-    resharded = ShardedRestore(search, plan).run(state, strict=strict)
+    resharded = ShardedRestore(search, plan, rule).run(state, strict=strict)
     if resharded is None:
         return None
     return resharded.put, RestoreAgreement(
@@ -631,7 +640,12 @@ def _fetch_sharded(
 
 
 def _fetch_replicated(
-    search: StateSearch, plan: RestorePlan, state: MutableMapping[str, Any], *, strict: bool
+    search: StateSearch,
+    plan: RestorePlan,
+    state: MutableMapping[str, Any],
+    rule: RankValueRule,
+    *,
+    strict: bool,
 ) -> _Fetched | None:
     """Bring the pack of a state that is not sharded to all ranks, and compare it with `state`.
 
@@ -661,9 +675,8 @@ def _fetch_replicated(
         pack = pack if received is None else received
 
     def match() -> Callable[[], None]:
-        return plan_restore(
-            state, unpack(require_not_none(pack, "a pack"), copy=False), strict=strict
-        )
+        saved = unpack(require_not_none(pack, "a pack"), copy=False)
+        return plan_restore(state, rule.add_values(saved, (), state), strict=strict)
 
     put, error = capture_exception(match)
     errors = group.all_gather_errors(error)

@@ -173,14 +173,17 @@ class SnapshotSource(StateSource):
             The pack and the slot, or None if this worker keeps no snapshot of such a state.
         """
         shards, layouts = flat.shards, self._layouts
-        if not self._writes and not any(map(is_sharded, shards.values())):
+        is_own = flat.own is not None or any(map(is_sharded, shards.values()))
+        if not (self._writes or is_own):
             return None
-        if shards:
-            image = plan_part_layout(layouts, step, flat, has_rest=True, has_copies=True)
+        if flat.has_parts:
+            # Without DTensors, one rank of each node keeps what is the same on all ranks.
+            has_rest = self._writes or bool(shards)
+            image = plan_part_layout(layouts, step, flat, has_rest=has_rest, has_copies=True)
             part, parts = self._rank, self._world_size
         else:
             image, part, parts = layouts.plan(flat, {"step": step}), 0, 1
-        return image, self.keep(step, image, part=part, parts=parts, sharded=bool(shards))
+        return image, self.keep(step, image, part=part, parts=parts, sharded=flat.has_parts)
 
     def keep(
         self, step: int, image: PackImage, *, part: int = 0, parts: int = 1, sharded: bool = False

@@ -480,6 +480,15 @@ def _unsupported_value_error(path: StatePath, value: object) -> CheckpointError:
 # -- from a state to its tensors and values --------------------------------------------------------
 
 
+@attrs.frozen
+class RankValues:
+    """The values that one rank saves for itself, see `per_rank`."""
+
+    text: str  # encoded
+    rank: int
+    world_size: int
+
+
 @attrs.define(eq=False)
 class FlatState:
     """A state as tensors, plain values, and the structure that connects them.
@@ -492,6 +501,12 @@ class FlatState:
     values: list[Any] = attrs.field(factory=list)  # plain values, scalars as they are
     shards: dict[StatePath, Any] = attrs.field(factory=dict)  # DTensors
     modules: list[tuple[StatePath, torch.nn.Module]] = attrs.field(factory=list)
+    own: RankValues | None = None  # not part of the fields above
+
+    @property
+    def has_parts(self) -> bool:
+        """True if each rank saves a part of the state, and not rank 0 all of it."""
+        return bool(self.shards) or self.own is not None
 
 
 def flatten(state: object, *, reject_state_dicts: bool = False) -> FlatState:

@@ -15,9 +15,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from elasticlib import CheckpointManager
 
 
-def test_saves_and_restores_in_inference_mode_do_not_affect_later_ones(
-    tmp_path: Path, generation_memory: Path
-) -> None:
+@pytest.mark.usefixtures("generation_memory")
+def test_saves_and_restores_in_inference_mode_do_not_affect_later_ones(tmp_path: Path) -> None:
     net = torch.nn.Linear(3, 3)
     adam = torch.optim.Adam(net.parameters())
     state: dict[str, Any] = {"net": net, "adam": adam, "more": torch.zeros(2)}
