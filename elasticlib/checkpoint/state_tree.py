@@ -501,6 +501,7 @@ class FlatState:
     values: list[Any] = attrs.field(factory=list)  # plain values, scalars as they are
     shards: dict[StatePath, Any] = attrs.field(factory=dict)  # DTensors
     modules: list[tuple[StatePath, torch.nn.Module]] = attrs.field(factory=list)
+    generators: list[int] = attrs.field(factory=list)  # positions of their states in `tensors`
     own: RankValues | None = None  # not part of the fields above
 
     @property
@@ -603,6 +604,8 @@ class _Flattener:
             given = _get_state(accessor, tuple(self._path), value)
             if isinstance(value, torch.nn.Module):
                 self.flat.modules.append((tuple(self._path), value))
+            elif isinstance(value, torch.Generator):
+                self.flat.generators.append(len(self.flat.tensors))
             checks, self._checks_dicts = self._checks_dicts, False
             self.add(given)
             self._checks_dicts = checks

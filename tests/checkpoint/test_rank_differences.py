@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from elasticlib import CheckpointManager
+from elasticlib.checkpoint.final_save import FinalSave
 
 
 def net() -> torch.nn.Module:
@@ -182,3 +185,65 @@ def test_states_of_fsdp1_and_zero_are_rejected_with_the_remedy(
             assert errors[0].startswith("state['given'][0] "), found
             assert kind in errors[0]
             assert "fully_shard" in errors[0]
+
+
+def snapshot_state(rank: int, *, is_sharded: bool) -> dict[str, Any]:
+    module = net()
+    if is_sharded:
+        fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return {"net": module, "rng": generator(rank), "same": 1}
+
+
+def keep_snapshots(is_sharded: bool, folder: Path) -> bool:
+    """Keep snapshots whose generators differ by rank. Each rank is on a node of its own."""
+    rank = dist.get_rank()
+    enter_node(folder, rank, attempt=1)
+    with CheckpointManager(folder / "checkpoints") as manager:
+        kept = [manager.snapshot(s, snapshot_state(rank, is_sharded=is_sharded)) for s in (1, 2)]
+        dist.barrier()
+    return all(kept)
+
+
+def restore_snapshots(is_sharded: bool, folder: Path) -> list[str]:
+    """Restore after a restart. Return the error, or else warnings and what a generator gives."""
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("elasticlib.checkpoint").addHandler(handler)
+    rank = dist.get_rank()
+    enter_node(folder, rank, attempt=2)
+    state = snapshot_state(7, is_sharded=is_sharded)
+    with capture_errors() as errors:
+        CheckpointManager(folder / "checkpoints").restore(state)
+    return errors or [*warnings, str(float(torch.rand(1, generator=state["rng"])))]
+
+
+def enter_node(folder: Path, node: int, attempt: int) -> None:
+    memory = folder / f"node{node}" / str(attempt)
+    memory.mkdir(parents=True, exist_ok=True)
+    os.environ["LOCAL_RANK"] = "0"
+    os.environ["ELASTICLIB_GENERATION"] = str(attempt)
+    os.environ["ELASTICLIB_SNAPSHOTS"] = str(memory)
+
+
+def test_snapshots_whose_values_differ_are_noticed_by_a_restore_and_by_the_final_save(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    assert ranks.run(keep_snapshots, 2, False, tmp_path / "a") == [True, True]
+    for [error] in ranks.run(restore_snapshots, 2, False, tmp_path / "a"):
+        assert "the snapshots of step 2 on ranks 0 and 1 have other values at state['rng']" in error
+        assert "per_rank=" in error
+    assert ranks.run(keep_snapshots, 2, True, tmp_path / "b") == [True, True]
+    [warning, first], [second] = ranks.run(restore_snapshots, 2, True, tmp_path / "b")
+    assert "have other values at state['rng']" in warning
+    numbers = [str(float(torch.rand(1, generator=generator(rank)))) for rank in (0, 1)]
+    assert [first, second] == numbers
+    # All parts are on one node now. One rank would get the values of part 0 only.
+    for slot in (tmp_path / "b" / "node1" / "1").glob("own.*"):
+        slot.rename(tmp_path / "b" / "node0" / "1" / slot.name)
+    [[error]] = ranks.run(restore_snapshots, 1, True, tmp_path / "b")
+    assert "have other values at state['rng']" in error
+    problem = FinalSave(tmp_path / "b" / "node0", None).run()
+    assert "step 2 was written with the values of one rank only" in problem
+    assert "per_rank=" in problem
+    assert CheckpointManager(tmp_path / "b" / "checkpoints").steps() == [2]
