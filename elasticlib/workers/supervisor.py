@@ -121,7 +121,7 @@ class Supervisor:
         self._server_request: list[int] = []  # descriptors, to start the server again if it is lost
         self._num_forks = 0
         self._unclean: list[tuple[int, int, _Worker | None]] = []  # sessions: pid, start ticks
-        self._being_cleaned: list[_Worker | None] = []
+        self._being_cleaned: list[tuple[int, int, _Worker | None]] = []  # of `_cleaner_pid`
         self._cleaner_pid = 0  # of the child process that kills sessions, if there is one
         self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  # readable after SIGCHLD
         self._signals: dict[int, signal.Handlers] = {}  # what each signal does in a new process
@@ -436,9 +436,19 @@ class Supervisor:
             if all(link.is_lost for link in server.links) and os.waitpid(server.pid, os.WNOHANG)[0]:
                 self._unclean.append((server.pid, server.start_ticks, None))
                 self._servers.remove(server)
-        if self._cleaner_pid and os.waitpid(self._cleaner_pid, os.WNOHANG)[0]:
-            self._cleaner_pid = 0
-            for worker in filter(None, self._being_cleaned):
+        if self._cleaner_pid:
+            pid, status = os.waitpid(self._cleaner_pid, os.WNOHANG)
+            if pid:
+                self._on_cleaner_exit(status)
+
+    def _on_cleaner_exit(self, status: int) -> None:
+        sessions, self._being_cleaned, self._cleaner_pid = self._being_cleaned, [], 0
+        if status:
+            # It was killed before it had killed all processes, so another one begins again.
+            self._unclean += sessions
+            return
+        for _, _, worker in sessions:
+            if worker is not None:
                 worker.is_clean = True
                 self._agent.send({"event": "clean", "id": worker.id})
                 self._reap_if_done(worker)
@@ -458,12 +468,12 @@ class Supervisor:
         if self._cleaner_pid or not self._unclean:
             return
         sessions, self._unclean = self._unclean, []
-        self._being_cleaned = [worker for _, _, worker in sessions]
         try:
             self._cleaner_pid = os.fork()
         except OSError:
             self._unclean = sessions
             return
+        self._being_cleaned = sessions
         if self._cleaner_pid == 0:
             with contextlib.suppress(BaseException):
                 # The agent must notice the end of the supervisor, even while this process runs.

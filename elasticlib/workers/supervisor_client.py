@@ -323,7 +323,9 @@ class SupervisorClient:
                     self._connect()
                 except OSError as error:
                     log.warning(
-                        "cannot start another supervisor process, so no worker can start: %s", error
+                        "cannot start another supervisor process, so no worker can start, and the "
+                        "processes that workers have started may be left: %s",
+                        error,
                     )
 
     def _kill_supervisor(self) -> None:
@@ -339,27 +341,39 @@ class SupervisorClient:
         connection.close()
 
     def close(self) -> None:
-        """End the supervisor process, which kills all workers and removes all directories."""
+        """End the supervisor process, which kills all workers and removes all directories.
+
+        If the supervisor was killed, another one is started for this. The call takes at most twice
+        the `close_timeout`.
+        """
         with self._lock:
-            process, self._process = self._process, None
-            connection, self._connection = self._connection, None
             self._is_server_known = True
+            self._server_job = None
             self._loop.wake()
-            if process is None:
-                return
-            if connection is not None:
-                # A process that was forked from this one may hold the socket open.
-                connection.send({"op": "end"})
-                process.send_signal(signal.SIGCONT)  # It may have been stopped.
-            try:
-                process.wait(self._close_timeout_s)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            if connection is not None:
-                self._disconnect(connection)
+            if self._end_supervisor() != 0 and (self._processes or self._directories):
+                self._restart()
+                self._end_supervisor()
+            self._process = None
             self._processes.clear()
             self._loop.wake()
+
+    def _end_supervisor(self) -> int:
+        """End the supervisor process; return 0 if there was none, or if it has cleaned up."""
+        process, connection, self._connection = self._process, self._connection, None
+        if process is None:
+            return 0
+        if connection is not None:
+            # A process that was forked from this one may hold the socket open.
+            connection.send({"op": "end"})
+            process.send_signal(signal.SIGCONT)  # It may have been stopped.
+        try:
+            process.wait(self._close_timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if connection is not None:
+            self._disconnect(connection)
+        return process.returncode
 
 
 def _start_supervisor(link: int) -> subprocess.Popen[bytes]:
