@@ -17,6 +17,7 @@ from typing import Any
 from ..clock import monotonic, wall
 from ..errors import WorkerStartError, require_not_none
 from ..event_loop import EventLoop
+from .cleanup import session_processes
 from .fork_server import DEFERRED_IMPORTS
 from .supervisor_protocol import Connection, Message, socket_pair, write_job
 
@@ -181,12 +182,38 @@ class SupervisorClient:
     def wait_until_clean(self, timeout: float) -> bool:
         """Wait until the sessions of exited workers have no processes.
 
+        Those of workers that have succeeded go on until `kill_background_processes`.
+
         Returns:
             True if they have none, False after the timeout in seconds.
         """
         return self._loop.run_until(
             lambda: not any(one.has_exited for one in list(self._processes.values())), timeout
         )
+
+    def background_processes(self) -> list[int]:
+        """Return the pids of running processes that workers have started which have succeeded."""
+        sessions = {process.pid for process in self._succeeded()}
+        return [pid for pid, _ in session_processes(sessions)] if sessions else []
+
+    def kill_background_processes(self) -> list[int]:
+        """Kill the `background_processes`, and return them; `wait_until_clean` waits for their end.
+
+        A worker that has left none is not waited for.
+        """
+        with self._lock:
+            succeeded = self._succeeded()
+            left = session_processes({one.pid for one in succeeded}) if succeeded else []
+            for process in succeeded:
+                if self._connection is not None:
+                    self._connection.send({"op": "clean", "id": process.id})
+                if process.pid not in {session for _, session in left}:
+                    del self._processes[process.id]
+        return [pid for pid, _ in left]
+
+    def _succeeded(self) -> list[SupervisedProcess]:
+        """Return the workers that have succeeded and whose sessions may have processes left."""
+        return [one for one in list(self._processes.values()) if one.returncode == 0]
 
     def _running(self) -> Iterator[SupervisedProcess]:
         return (one for one in self._processes.values() if not one.has_exited)
