@@ -898,6 +898,7 @@ class ElasticAgent:
             (self._wait_for_check_end, CHECK_END_TIMEOUT_S),
             (self._peers.close, 0.0),
             (self.workers.kill_and_wait, 0.0),
+            (self._wait_for_background_processes, self._options.checkpoint_grace),
             (self._close_snapshot_service, SNAPSHOT_FLUSH_TIMEOUT_S),
             (self.workers.close, 0.0),
             (self._handler.shutdown, 0.0),
@@ -911,6 +912,18 @@ class ElasticAgent:
                 close()
             except Exception:
                 log.exception("a part of the agent could not be closed; the other parts are closed")
+
+    def _wait_for_background_processes(self) -> None:
+        """Give what succeeded workers have started in the background time to end.
+
+        A stop signal ends the wait. If the job has not succeeded, there is no wait: the node may
+        have little time left, and new workers may need what the processes use.
+        """
+        outcome = self._now.outcome
+        if outcome is not None and outcome.state is WorkerState.SUCCEEDED:
+            self.workers.wait_for_background_processes(
+                self._options.checkpoint_grace, self._take_stop_signals
+            )
 
     def _wait_for_check_end(self) -> None:
         if self._check_end is not None and not self._check_end.wait(CHECK_END_TIMEOUT_S):

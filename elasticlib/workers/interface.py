@@ -127,7 +127,8 @@ class Workers(abc.ABC):
     def reap(self, local_rank: int) -> WorkerExit:
         """Return how a worker exited, and free its resources. Called once, after `on_exit`.
 
-        No process that the worker started is left when this returns.
+        Processes that the worker has started are killed before the next start of workers. If it
+        has succeeded, they run until then, or until `close`.
         """
 
     @abc.abstractmethod
@@ -147,6 +148,20 @@ class Workers(abc.ABC):
         """Kill all workers and wait for their exits, for a bounded time.
 
         No worker is started afterwards. What the workers stored in memory exists until `close`.
+        """
+
+    def wait_for_background_processes(  # noqa: B027 - optional
+        self, timeout_s: float, is_cancelled: Callable[[], object]
+    ) -> None:
+        """Wait for the end of processes that workers have started which have succeeded.
+
+        The agent calls this at the end of a job that has succeeded, so that an upload that a script
+        has started in the background is not cut.
+
+        Args:
+            timeout_s: the limit of the wait, in seconds.
+            is_cancelled: returns a true value once the wait must end. It is called repeatedly, at
+                least every second.
         """
 
     @abc.abstractmethod

@@ -23,7 +23,7 @@ from ..errors import WorkerStartError, require_not_none
 from ..event_loop import EventLoop
 from ..threads import daemon_thread
 from . import stack_dump
-from .cleanup import signal_worker
+from .cleanup import process_name, signal_worker
 from .error_file import FailureReport, read_failure_report, remove_exit_file
 from .exits import WorkerExit
 from .interface import Heartbeat, StopNotice, Workers
@@ -56,6 +56,7 @@ KILL_TIMEOUT_S = 5.0  # limit for the exits of workers after SIGKILL
 # Limit for killing the children of exited workers before others are started. The supervisor needs
 # up to 2 s for workers that exited together, and as long for those that exited before.
 CLEAN_TIMEOUT_S = 10.0
+BACKGROUND_POLL_INTERVAL_S = 0.1  # between two lists of what succeeded workers have started
 RESULT_FILE = "result.pickle"
 
 
@@ -183,6 +184,7 @@ class LocalWorkers(Workers):
             self.event_loop.start_thread()
             self.prepare(group.spec)
             self.wait_until_prepared()
+            self._kill_background_processes("before workers start again")
             is_clean = self._supervisor.wait_until_clean(CLEAN_TIMEOUT_S)
         except OSError as error:
             raise WorkerStartError(f"cannot prepare the start of workers: {error}") from error
@@ -452,8 +454,33 @@ class LocalWorkers(Workers):
                 )
                 del self._processes[local_rank]
 
+    def wait_for_background_processes(
+        self, timeout_s: float, is_cancelled: Callable[[], object]
+    ) -> None:
+        deadline = monotonic() + timeout_s
+        left = self._supervisor.background_processes()
+        if left:
+            log.info(
+                "the workers of this node have succeeded; waiting up to %g s for processes that "
+                "they have started: %s",
+                *(timeout_s, ", ".join(f"{pid} ({process_name(pid)})" for pid in left)),
+            )
+        while left and monotonic() < deadline:
+            if self.event_loop.run_until(is_cancelled, BACKGROUND_POLL_INTERVAL_S):
+                return
+            left = self._supervisor.background_processes()
+
+    def _kill_background_processes(self, when: str) -> None:
+        if killed := self._supervisor.kill_background_processes():
+            log.warning(
+                "killed processes that workers of this node had started, and that still ran %s: "
+                "%s; a script that waits for them before it ends loses none of their work",
+                *(when, ", ".join(map(str, killed))),
+            )
+
     def close(self) -> None:
         self.kill_and_wait()
+        self._kill_background_processes("at the end")
         self._output_thread.close()
         self._channels.close_all()
         self.snapshot_dir.remove()
