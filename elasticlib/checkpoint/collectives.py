@@ -92,6 +92,26 @@ class PeerGroup:
         self.rank = dist.get_rank(group) if group is not None else 0
         self.world_size = dist.get_world_size(group) if group is not None else 1
 
+    @classmethod
+    def connect(cls, store: Any, name: str, rank: int, world_size: int) -> PeerGroup:
+        """Connect some of the ranks to each other; only these ranks make the call.
+
+        `new_group` would need calls of all ranks of the job. With `use_local_synchronization` it
+        takes the group's name from the number of groups that a process has, which differs.
+
+        Args:
+            store: the store in which the default process group was formed.
+            name: a name that no group had before; the same on these ranks.
+            rank: this rank, from 0 to `world_size - 1`.
+            world_size: the number of ranks that connect.
+        """
+        peers = cls()
+        torch_dist = cast(Any, dist)  # Its stubs lack these names.
+        own_store = torch_dist.PrefixStore(f"{name}/", store)
+        peers.group = torch_dist.ProcessGroupGloo(own_store, rank, world_size)
+        peers.rank, peers.world_size = rank, world_size
+        return peers
+
     def all_gather_json(self, value: Any) -> list[Any]:
         """Return the JSON values of all ranks, by rank."""
         text = zlib.compress(json.dumps(value).encode(), 1)

@@ -23,9 +23,9 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import attrs
 
@@ -515,6 +515,22 @@ class Committer:
             raise kind(f"{self._storage.name} {what}: {error}") from error
 
 
+class StateComparison(Protocol):
+    """The comparison of the states that the ranks save, see `rank_digests`."""
+
+    @property
+    def summary(self) -> str:
+        """A text about this rank's state, which `check` gets on all ranks."""
+
+    def check(self, peers: PeerGroup | None, summaries: Sequence[str]) -> None:
+        """Raise CheckpointError if a rank would lose values.
+
+        Args:
+            peers: the ranks that write the save, or None if only this rank does.
+            summaries: the summaries of these ranks.
+        """
+
+
 class RankWriters:
     """The ranks that write a save together: only this rank, or all ranks of a process group.
 
@@ -536,9 +552,22 @@ class RankWriters:
         self._token: str = peers.all_gather_json(token)[0] if peers else token
 
     def write(
-        self, step: int, data: memoryview, world_size: int = 0, *, is_pinned: bool = False
+        self,
+        step: int,
+        data: memoryview,
+        world_size: int = 0,
+        *,
+        is_pinned: bool = False,
+        comparison: StateComparison | None = None,
     ) -> None:
         """Write this rank's data as a file, and commit the files of all ranks.
+
+        Args:
+            step: the step.
+            data: the data of this rank.
+            world_size: see `Manifest`.
+            is_pinned: see `Manifest`.
+            comparison: compares the states of the ranks before the commit.
 
         Raises:
             CheckpointError: one of the ranks failed. It is raised on all of them.
@@ -548,7 +577,11 @@ class RankWriters:
         name = data_name(self._kind, self._token, self._num_saves)
         self._run_on_all(step, committer.claim if is_first else None)
         try:
-            files = self._run_on_all(step, partial(committer.write, step, name, data))
+            summary = comparison.summary if comparison else ""
+            write = partial(committer.write, step, name, data)
+            files, summaries = self._run_on_all(step, write, summary)
+            if comparison is not None:
+                comparison.check(self._peers, summaries)
             num_parts = len(files) if self._peers else 0
             commit = partial(
                 committer.commit,
@@ -564,16 +597,20 @@ class RankWriters:
             raise
 
     def _run_on_all(
-        self, step: int, act: Callable[[], DataFile | None] | None
-    ) -> tuple[DataFile, ...]:
-        """Run `act` on each rank that has one. Return the files of all ranks, or raise on all."""
+        self, step: int, act: Callable[[], DataFile | None] | None, note: str = ""
+    ) -> tuple[tuple[DataFile, ...], list[str]]:
+        """Run `act` on each rank that has one. Return the files and the notes of all ranks.
 
-        def run() -> tuple[str, int, int] | None:
+        Raises:
+            CheckpointError: one of the ranks failed. It is raised on all of them.
+        """
+
+        def run() -> tuple[tuple[str, int, int] | None, str]:
             file = act() if act else None
-            return attrs.astuple(file) if file else None
+            return (attrs.astuple(file) if file else None), note
 
         if self._peers is None:
             rows = [run()]
         else:
             rows = self._peers.gather_results(run, f"could not save step {step}")
-        return tuple(DataFile(*row) for row in rows if row)
+        return tuple(DataFile(*row) for row, _ in rows if row), [note for _, note in rows]

@@ -83,6 +83,7 @@ from .final_save_plan import (
     SnapshotState,
     Task,
     count_nodes,
+    describe_difference,
     newest_complete,
     next_action,
     offer_part,
@@ -159,7 +160,7 @@ def snapshot_sets(memory: Path) -> list[SnapshotSet]:
     for ref in sorted(refs, key=lambda ref: state_of(ref.header), reverse=True):
         header, state = ref.header, state_of(ref.header)
         snapshots = sets.setdefault(header.name, SnapshotSet(header))
-        offer = PartOffer(state, 0, is_replica=bool(ref.owner))
+        offer = PartOffer(state, 0, is_replica=bool(ref.owner), values=header.values)
         if state.is_sharded:
             try:
                 with map_snapshot(memory, ref) as view:
@@ -171,6 +172,7 @@ def snapshot_sets(memory: Path) -> list[SnapshotSet]:
                 log.warning(what, header.part, header.step, error)
                 continue
             offer = offer_part(state, header.part, chunks, is_replica=bool(ref.owner))
+            offer = attrs.evolve(offer, values=header.values)
             snapshots.chunks[offer.share] = chunks
         task = Task(state, offer.share)
         if task not in snapshots.refs:
@@ -227,7 +229,12 @@ class SetSaver:
             with contextlib.suppress(OSError):
                 # A worker may have saved in the meantime.
                 problem = "" if self._is_saved(self.snapshots.state) else problem
-        return self.snapshots.describe_failure(problem) if problem else ""
+        if problem:
+            return self.snapshots.describe_failure(problem)
+        reports = (*self._last_seen.values(), self.exchange.mine)
+        offers = [offer for report in reports for offer in report.offers]
+        difference = describe_difference(offers, self.saved_step)
+        return f"{self.snapshots.newest.folder}: {difference}" if difference else ""
 
     def _renew(self, is_over: threading.Event) -> None:
         while not is_over.wait(self.limits.heartbeat_s):

@@ -48,6 +48,7 @@ class PartOffer:
     total_elements: int = 0  # in the whole tensors that its boxes belong to
     is_replica: bool = False  # it was made by a worker of another node
     file: DataFile | None = None  # its data file, once it is durable
+    values: str = ""  # see `SnapshotHeader.values`
 
 
 @attrs.frozen
@@ -127,6 +128,26 @@ def _describe_missing_parts(
         except CheckpointError as error:
             return f"is not consistent: {error}"
     return f"is not complete: no agent holds {format_numbers(missing, 'part')} of {num_parts}"
+
+
+def describe_difference(offers: Iterable[PartOffer], step: int | None) -> str:
+    """Describe the loss if ranks had different values in a state that was written.
+
+    Args:
+        offers: the offers of all agents.
+        step: the step that the final save has written, or None.
+
+    Returns:
+        A sentence, or an empty text if the ranks had the same values.
+    """
+    values = {offer.values for offer in offers if offer.values and offer.state.step == step}
+    if len(values) < 2:
+        return ""
+    return (
+        f"step {step} was written with the values of one rank only. Other ranks had other plain "
+        "values or generators, which are lost: make them equal on all ranks, or name them in "
+        "CheckpointManager(..., per_rank=(...))"
+    )
 
 
 # -- what an agent does next -----------------------------------------------------------------------

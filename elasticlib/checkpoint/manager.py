@@ -15,11 +15,12 @@ import secrets
 import socket
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 import attrs
+import torch
 import torch.distributed as dist
 
 from ..clock import monotonic
@@ -30,7 +31,9 @@ from .catalog import CheckpointCatalog, Retention, Selection, check_step
 from .collectives import PeerGroup
 from .commit import Committer, NotWritableError, RankWriters, WriterIdentity
 from .pack import LayoutCache, PackImage
-from .reshard import plan_part_layout
+from .per_rank import MissingValue, RankValueEncoder, read_names
+from .rank_digests import DigestCache, PartComparison, RankComparison, StateDigest
+from .reshard import has_own_rest, plan_part_layout
 from .restore import (
     MEMORY,
     DiskSource,
@@ -130,6 +133,7 @@ class CheckpointManager:
         keep_last: int = 3,
         keep_every: int = 0,
         group: dist.ProcessGroup | None = None,
+        per_rank: Sequence[str] | Mapping[str, MissingValue | None] = (),
     ) -> None:
         """Create the manager. Nothing is read or written before the first call of a method.
 
@@ -140,9 +144,15 @@ class CheckpointManager:
             keep_every: also keep steps that are a multiple of this; 0: none.
             group: the ranks that share the state. The default is the default process group. Each
                 rank of a given group keeps snapshots.
+            per_rank: names at the top level of the state whose values differ by rank, such as
+                generators. Each rank saves and restores its own, and all ranks call `save`
+                together. The values are small. With another number of ranks, `restore` raises
+                StateMismatchError, unless this is a dict of names and functions. Then ranks that
+                have saved a value get it back, and a function returns the value of any other rank,
+                given its number.
 
         Raises:
-            ConfigError: `keep_last` or `keep_every` is invalid.
+            ConfigError: `keep_last`, `keep_every` or `per_rank` is invalid.
         """
         self.last_stall_s = 0.0
         """Seconds for which the last `save` or `snapshot` blocked the training."""
@@ -151,7 +161,9 @@ class CheckpointManager:
         self._folder, self._group = folder, group
         self._name = folder.name if isinstance(folder, CheckpointStorage) else os.fspath(folder)
         self._retention = Retention(keep_last, keep_every)
-        self._layouts = LayoutCache()
+        self._per_rank = read_names(per_rank)
+        self._rank_values = RankValueEncoder(self._per_rank)
+        self._layouts, self._digests = LayoutCache(), DigestCache()
         self._private_slots = SnapshotSlots(None)  # of saves, where no agent has memory for them
         self._save_group: dist.ProcessGroup | None = None  # of the writer threads
         self._copying = ExclusiveCall()  # a call that copies a state, or frees memory of copies
@@ -230,6 +242,14 @@ class CheckpointManager:
         finally:
             self.last_stall_s = monotonic() - started_at
 
+    def _flatten(self, state: object) -> FlatState:
+        """Return the state as tensors and values, without those that are saved by rank."""
+        info = self._rank_info
+        rest, own = self._rank_values.split(state, info.rank, info.world_size)
+        flat = flatten(rest, reject_state_dicts=True)
+        flat.own = own
+        return flat
+
     def _concurrent_call_error(self, what: str) -> CheckpointError:
         """Return the error for a call that is made while another call copies a state."""
         return CheckpointError(
@@ -251,7 +271,7 @@ class CheckpointManager:
             number = results.next_number()
             if call.may_skip and self._is_skip_agreed(number, call.step):
                 if call.is_snapshot:
-                    self._keep_snapshot(call.step, flatten(call.state, reject_state_dicts=True))
+                    self._keep_snapshot(call.step, self._flatten(call.state))
                 return SkippedSave(call.step)
             return self._start_save(call, number)
         except BaseException as error:
@@ -276,25 +296,40 @@ class CheckpointManager:
         step = call.step
         if not call.is_snapshot:
             self._check_last_save()
-        flat = flatten(call.state, reject_state_dicts=True)
+        flat = self._flatten(call.state)
         kept = self._keep_snapshot(step, flat) if call.is_snapshot else None
         self._check_last_save()
-        if not flat.shards and not self.is_writer:
-            remote = RemoteSave(step, number, self._results, self._catalog)
-            self._remote_saves.append(remote)
-            return remote
-        writers = self._all_ranks if flat.shards else self._this_rank
+        self._check_remote_saves()
+        exchange = self._results.digests
+        digest = self._digests.digest(flat) if exchange.is_needed else None
+        if not flat.has_parts and not self.is_writer:
+            return self._expect_save(step, number, digest)
+        comparison: RankComparison | PartComparison | None = None
+        if flat.has_parts:
+            comparison = PartComparison(step, None if has_own_rest(flat) else digest)
+        elif digest is not None:
+            exchange.put(number, digest)
+            comparison = RankComparison(exchange, number, step, digest)
+        writers = self._all_ranks if flat.has_parts else self._this_rank
         if self._remove_stop_callback is None:
             atexit.register(self._log_unseen_failure)
             self._remove_stop_callback = context().on_stop(self._wait_for_write)
         image, slot = self._copy_for_save(step, flat, writers, kept)
         data, world_size = slot.view(image.size), self._rank_info.world_size
-        write = partial(writers.write, step, data, world_size, is_pinned=call.is_pinned)
+        write = partial(
+            writers.write,
+            step,
+            data,
+            world_size,
+            is_pinned=call.is_pinned,
+            comparison=comparison,
+        )
         publish = partial(self._results.publish, number, step)
         write_and_publish = partial(
-            self._write, write, publish, self._committer, (step, call.started_at)
+            self._write, write, publish, self._committer, (step, call.started_at), comparison
         )
-        save = LocalSave(step, write_and_publish)
+        rest = comparison if isinstance(comparison, RankComparison) else None
+        save = LocalSave(step, write_and_publish, rest)
         # One line, because an exception of a signal handler may arrive before each line. A save
         # that reserves a slot is always started.
         self._last_save = slot.save = save
@@ -304,6 +339,28 @@ class CheckpointManager:
         if not save.in_background:
             save.wait()  # No other call may follow that could raise its failure.
         return save
+
+    def _expect_save(self, step: int, number: int, digest: StateDigest | None) -> RemoteSave:
+        """Return the handle of a save that rank 0 writes, and publish this rank's digest."""
+        results = self._results
+        if digest is not None:
+            results.digests.put(number, digest)
+        remote = RemoteSave(step, number, results, self._catalog, digest)
+        self._remote_saves.append(remote)
+        return remote
+
+    def _check_remote_saves(self) -> None:
+        """Raise an error if it is known that ranks have given different states to a save."""
+        if not self._results.is_reachable:
+            return
+        for save in tuple(self._remote_saves):
+            if not save.done():
+                return
+            if save.has_unseen_difference:
+                self._remote_saves.remove(save)
+                save.wait()
+            if save.has_succeeded:  # `wait` reports any other failure.
+                self._remote_saves.remove(save)
 
     def _copy_for_save(
         self,
@@ -323,7 +380,7 @@ class CheckpointManager:
         Returns:
             The pack to write to the disk, and the slot that contains its copy.
         """
-        if flat.shards:
+        if flat.has_parts:
             has_rest = writers.rank == 0
             image = plan_part_layout(self._layouts, step, flat, has_rest=has_rest, has_copies=False)
         else:
@@ -340,6 +397,7 @@ class CheckpointManager:
         publish: Callable[..., None],
         committer: Committer,
         started: tuple[int, float],
+        comparison: RankComparison | PartComparison | None,
     ) -> None:
         """Write a checkpoint and publish the result. This runs in the writer thread.
 
@@ -349,6 +407,7 @@ class CheckpointManager:
             committer: the committer that `write` uses. `self._committer` may be another one by now,
                 because the process group has changed.
             started: the step, and the start of the call of `save` by `monotonic`.
+            comparison: the comparison with the states of other ranks, if this rank makes one.
         """
         step, started_at = started
         try:
@@ -356,7 +415,7 @@ class CheckpointManager:
         except BaseException as error:
             publish(error)
             raise
-        publish()
+        publish(is_compared=not isinstance(comparison, RankComparison) or comparison.is_complete)
         # Where another rank commits, the commit has happened just before this.
         committed_at = committer.committed_at
         finished_at = committed_at if committed_at > started_at else monotonic()
@@ -395,7 +454,7 @@ class CheckpointManager:
             return False
 
         def keep() -> bool:
-            return self._keep_snapshot(step, flatten(state, reject_state_dicts=True)) is not None
+            return self._keep_snapshot(step, self._flatten(state)) is not None
 
         is_kept = self._run_exclusively(f"step {step} is not kept", keep)
         if is_kept:
@@ -489,6 +548,8 @@ class CheckpointManager:
             return
         deadline = None if timeout is None else monotonic() + timeout
         saves = [save for save in (self._last_save, *self._remote_saves) if save is not None]
+        if self._last_save is not None:
+            self._last_save.find_late_difference()
         try:
             for save in saves:
                 if not save.was_checked:
@@ -526,6 +587,7 @@ class CheckpointManager:
         if self._remove_stop_callback is not None:
             self._remove_stop_callback()
         self._run_exclusively("the memory of copies is not freed", self._free_slots)
+        vars(self).pop("_all_ranks", None)  # It has connections to the other ranks.
         group, self._save_group = self._save_group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
@@ -548,8 +610,9 @@ class CheckpointManager:
 
     def _check_last_save(self) -> None:
         """Wait for this rank's last save. Raise its failure, unless a caller has checked it."""
-        if self._last_save is not None and not self._last_save.was_checked:
-            self._last_save.wait()
+        last = self._last_save
+        if last is not None and (not last.was_checked or last.find_late_difference()):
+            last.wait()
 
     def _wait_for_write(self) -> None:
         """Wait for this rank's last save. A failure is kept for `wait`."""
@@ -622,7 +685,10 @@ class CheckpointManager:
         names = check_names(state)
         reject_state_dicts(names)
         options: Any = {"step": step, "strict": strict, "if_unusable": if_unusable}
-        agreed = restore_from(sources, names, self._group, node=node, **options)
+        options["per_rank"] = self._per_rank
+        # A script that restores in inference mode can train on the state all the same.
+        with torch.inference_mode(mode=False):
+            agreed = restore_from(sources, names, self._group, node=node, **options)
         result = RestoreResult(agreed.step, agreed.source, agreed.skipped)
         if step is not None and not result:
             raise self._missing_step_error(step, result, sources)
@@ -764,9 +830,21 @@ class CheckpointManager:
 
     @cached_property
     def _all_ranks(self) -> RankWriters:
-        ranks = None if self._group is None else dist.get_process_group_ranks(self._group)
-        self._save_group = dist.new_group(ranks, backend="gloo")
-        return RankWriters(self._committer, PeerGroup(self._save_group))
+        if not dist.is_initialized():
+            if self._rank_info.world_size > 1:
+                raise CheckpointError(
+                    "values are saved by rank, which needs a process group of all "
+                    f"{self._rank_info.world_size} ranks: call torch.distributed.init_process_group"
+                )
+            return RankWriters(self._committer, PeerGroup())
+        if self._group is None:
+            self._save_group = dist.new_group(backend="gloo")
+            return RankWriters(self._committer, PeerGroup(self._save_group))
+        rank_info, results = self._rank_info, self._results
+        peers = PeerGroup.connect(
+            results.store, results.next_group_name(), rank_info.rank, rank_info.world_size
+        )
+        return RankWriters(self._committer, peers)
 
     @cached_property
     def _results(self) -> SaveResults:
@@ -777,7 +855,9 @@ class CheckpointManager:
         ranks = None if group is None else dist.get_process_group_ranks(group)
         # The numbers of saves start again in each generation, because a rank may be new in it.
         name = f"{self._name}\0{ranks}\0{self._rank_info.writer.generation}"
-        return SaveResults(store, name, is_publisher=self.is_writer)
+        return SaveResults(
+            store, name, rank=self._rank_info.rank, world_size=self._rank_info.world_size
+        )
 
     @cached_property
     def _snapshots(self) -> SnapshotSource | None:

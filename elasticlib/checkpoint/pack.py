@@ -15,6 +15,9 @@ in a training loop costs one walk over the state and one `torch._foreach_copy_`.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import json
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -38,6 +41,7 @@ from .state_tree import (
     StatePath,
     decode_path,
     encode_path,
+    encode_plain_values,
     encode_structure,
     encode_values,
     flatten,
@@ -90,16 +94,20 @@ class PackLayout:
     offsets: tuple[int, ...]  # of each of them in the pack, in bytes
     layouts: tuple[StridedLayout, ...]  # of each of them in the pack
     devices: frozenset[torch.device]  # other than the CPU, from which tensors are copied
+    structure_crc: int  # CRC-32 of the structure of the state
 
     def views(self, buffer: memoryview | bytearray) -> list[torch.Tensor]:
         """Return the tensors that `PackImage.copy_to` fills, as views of a buffer."""
         if not self.stored:
             return []
-        storage = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
-        return [
-            strided_view(storage, offset // layout.dtype.itemsize, layout)
-            for offset, layout in zip(self.offsets, self.layouts, strict=True)
-        ]
+        # The views are reused. If they were created in inference mode, copies to them would fail
+        # outside of it.
+        with torch.inference_mode(mode=False):
+            storage = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+            return [
+                strided_view(storage, offset // layout.dtype.itemsize, layout)
+                for offset, layout in zip(self.offsets, self.layouts, strict=True)
+            ]
 
 
 @attrs.frozen(eq=False)
@@ -108,6 +116,7 @@ class PackImage:
 
     layout: PackLayout
     header: bytes
+    values_digest: str  # of the plain values, the generators and the structure; "" if not here
     sources: list[torch.Tensor]  # in the order of the pack
 
     @property
@@ -192,12 +201,14 @@ class LayoutCache:
             if _are_equal(layout.key, key):
                 header = encode_header(text, layout.tree, layout.start, layout.size - layout.start)
                 if header is not None:
-                    return PackImage(layout, header, [tensors[at] for at in layout.stored])
+                    digest = _digest_values(flat, layout) if has_rest else ""
+                    return PackImage(layout, header, digest, [tensors[at] for at in layout.stored])
         layout = _build_layout(tensors, key, text, shards)
         header = encode_header(text, layout.tree, layout.start, layout.size - layout.start)
         header = require_not_none(header, "room for the values")
         self._last = [layout, *self._last[:1]]
-        return PackImage(layout, header, [tensors[at] for at in layout.stored])
+        digest = _digest_values(flat, layout) if has_rest else ""
+        return PackImage(layout, header, digest, [tensors[at] for at in layout.stored])
 
 
 def plan_layout(state: object, meta: Mapping[str, Any] | None = None) -> PackImage:
@@ -223,6 +234,15 @@ def pack_state(state: object, meta: Mapping[str, Any] | None = None) -> memoryvi
 
 
 # -- planning --------------------------------------------------------------------------------------
+
+
+def _digest_values(flat: FlatState, layout: PackLayout) -> str:
+    """Return a digest that is equal for two ranks with the same plain values and generators."""
+    crc = zlib.crc32(encode_plain_values(flat.values).encode())
+    for at in flat.generators:
+        state = flat.tensors[at]  # on the CPU, also that of a generator of a GPU
+        crc = zlib.crc32(ctypes.string_at(state.data_ptr(), state.nbytes), crc)
+    return f"{layout.structure_crc:08x}{crc:08x}"
 
 
 def _are_equal(key: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
@@ -300,6 +320,7 @@ def _build_layout(
         stored=tuple(unique[order[place]] for place in copied),
         offsets=tuple(start + offsets[place] for place in copied),
         layouts=tuple(layouts[order[place]] for place in copied),
+        structure_crc=zlib.crc32(json.dumps(tree.get("tree")).encode()),
         devices=frozenset(tensors[at].device for at in unique if not tensors[at].is_cpu),
     )
 

@@ -22,6 +22,7 @@ import attrs
 import torch
 
 from ..errors import CheckpointCorruptError, CheckpointError, StateMismatchError, require_not_none
+from . import per_rank
 from .boxes import (
     Box,
     BoxRead,
@@ -103,7 +104,7 @@ def plan_part_layout(
     """
     boxes = {path: _local_box(path, dtensor) for path, dtensor in flat.shards.items()}
     tensors: dict[StatePath, torch.Tensor] = {}
-    rows = []
+    rows: list[Any] = []
     for path, box in boxes.items():
         dtensor = flat.shards[path]
         if box is not None and (has_copies or _is_first_copy(dtensor)):
@@ -118,11 +119,23 @@ def plan_part_layout(
                 mesh=_mesh_ranks(dtensor.device_mesh),
             )
             rows.append(shard.to_row())
-    meta = {"step": step, "shards": rows}
-    meshes = {dtensor.device_mesh for dtensor in flat.shards.values()}
-    if meshes and not any(has_rank(_mesh_ranks(mesh), 0) for mesh in meshes):
-        has_rest = True
+    meta: dict[str, Any] = {"step": step, "shards": rows}
+    if flat.own is not None:
+        # This is the last shard, so that `load_parts` can leave it out.
+        tensors[per_rank.PATH], shard = per_rank.shard_of(flat.own)
+        rows.append(shard.to_row())
+        meta["own"] = flat.own.text
+    has_rest = has_rest or has_own_rest(flat)
     return layouts.plan(flat, meta, PackShards(tensors, list(boxes), has_rest))
+
+
+def has_own_rest(flat: FlatState) -> bool:
+    """Return True if a rank saves all its values, because no mesh of its state contains rank 0.
+
+    Another stage of a pipeline has other ones.
+    """
+    meshes = {dtensor.device_mesh for dtensor in flat.shards.values()}
+    return bool(meshes) and not any(has_rank(_mesh_ranks(mesh), 0) for mesh in meshes)
 
 
 def _local_box(path: StatePath, dtensor: DTensor) -> Box | None:
@@ -196,14 +209,19 @@ def load_parts(
             changed. If None, the result has complete tensors.
         map_location: devices of the tensors that are not sharded in the result.
 
+    Values that were saved by rank are lists in the result, with the values of all ranks.
+
     Raises:
         StateMismatchError: `like` has other sharded tensors than the checkpoint, or ranks may have
             saved different tensors.
         CheckpointCorruptError: a part is corrupt or incomplete.
     """
-    shards = {part: read_shards(read_meta(header)) for part, header in enumerate(headers)}
+    metas = [read_meta(header) for header in headers]
+    shards = {part: read_shards(meta) for part, meta in enumerate(metas)}
     if missing := describe_missing(shards, len(headers)):
         raise CheckpointCorruptError(f"it {missing}")
+    own = [per_rank.decode_values(meta["own"]) for meta in metas if "own" in meta]
+    shards = {part: [s for s in rows if s.name != per_rank.NAME] for part, rows in shards.items()}
     rest = unpack_part(read(0), map_location=map_location)
     if not rest.has_rest:
         raise CheckpointCorruptError("its first part lacks the values that are not sharded")
@@ -227,7 +245,10 @@ def load_parts(
     if like is None:
         for path, tensor in tensors.items():
             tensors[path] = relocated(tensor, saved[path].device, map_location)
-    return insert_shards(rest.state, tensors)
+    state = insert_shards(rest.state, tensors)
+    if own and isinstance(state, dict):
+        state |= {name: [values[name] for values in own] for name in own[0]}
+    return state
 
 
 def _allocate_full(shard: TensorShard) -> torch.Tensor:
@@ -390,10 +411,14 @@ class ShardedRestore:
     Args:
         search: the states that the ranks can reach.
         plan: the chosen state, which is sharded.
+        rule: what this rank restores of values that were saved by rank.
     """
 
-    def __init__(self, search: StateSearch, plan: RestorePlan) -> None:
-        self._search, self._plan = search, plan
+    def __init__(
+        self, search: StateSearch, plan: RestorePlan, rule: per_rank.RankValueRule
+    ) -> None:
+        self._search, self._plan, self._rule = search, plan, rule
+        self._own: list[str] = []  # the values of each rank, set by _verify_parts
         self._group, self._rank = search.group, search.group.rank
         self._step, self._num_parts = plan.key.step, plan.key.num_parts
         self._own_part = self._rank if self._num_parts == self._group.world_size else None
@@ -471,6 +496,7 @@ class ShardedRestore:
             problem = describe_missing(self._shards, self._num_parts)
         except CheckpointCorruptError as error:
             problem = f"is corrupt: {error}"
+        self._own = [headers[part]["own"] for part in sorted(headers) if "own" in headers[part]]
         with_rest = [part for part in self._shards if headers[part]["has_rest"]]
         if not problem and not with_rest:
             problem = "is incomplete: no rank has the values that are not sharded"
@@ -496,7 +522,9 @@ class ShardedRestore:
         self._search.source(stored).check(stored, part)
         meta = read_meta(pack)
         read_shards(meta)  # Raise here, where the rank that has the corrupt copy is known.
-        return {"shards": meta["shards"], "has_rest": unpack_part(pack, copy=False).has_rest}
+        own = {"own": meta["own"]} if "own" in meta else {}
+        has_rest = unpack_part(pack, copy=False).has_rest
+        return {"shards": meta["shards"], "has_rest": has_rest, **own}
 
     def _find_mesh_ambiguity(self) -> str:
         """Return why tensors of one name could be confused, or "" if they cannot be.
@@ -555,7 +583,7 @@ class ShardedRestore:
         Raises:
             StateMismatchError: the saved state does not match `state`. Nothing was changed.
         """
-        saved = rest.state
+        saved = self._rule.add_values(rest.state, self._own, state)
 
         def is_in_both(path: StatePath) -> bool:
             return isinstance(saved, dict) and path[0] in saved and path[0] in state

@@ -38,10 +38,13 @@ from .collectives import (
     peer_group,
     raise_first_error,
 )
-from .pack import unpack
+from .pack import unpack, unpack_part
+from .per_rank import MissingValue, RankValueRule
+from .rank_digests import MAX_SHOWN_PATHS, DigestCache, StateDigest
 from .reshard import ShardedRestore
 from .restore_plan import plan_restore
 from .safetensors_header import read_header
+from .state_tree import flatten, format_path
 from .storage import LocalStorage
 
 log = logging.getLogger("elasticlib.checkpoint")
@@ -157,6 +160,7 @@ class StoredState:
     # The generation that saved it. If a step was trained in two generations, there are two states
     # of it, and their parts do not fit together.
     generation: int = 0
+    values: str = ""  # of a snapshot, see `SnapshotHeader.values`
 
     @property
     def part_numbers(self) -> range:
@@ -532,6 +536,7 @@ def restore_from(
     step: int | None = None,
     strict: bool = True,
     if_unusable: IfUnusable = "raise",
+    per_rank: Mapping[str, MissingValue | None] | None = None,
 ) -> RestoreAgreement:
     """Restore the newest state that is complete over all ranks, on all of them.
 
@@ -560,6 +565,7 @@ def restore_from(
             names are ignored.
         if_unusable: what to do without a `step` if there are checkpoints on disk and no state can
             be used: "raise" raises CheckpointCorruptError, "start_over" changes nothing.
+        per_rank: the names that are saved by rank, see `CheckpointManager`.
 
     Returns:
         The agreement. Its `kind` is empty if there was nothing to restore.
@@ -578,11 +584,13 @@ def restore_from(
         raise ConfigError(f'if_unusable must be "raise" or "start_over", got {if_unusable!r}')
     with peer_group(group) as peers:
         search, fetched = StateSearch(peers, sources), None
+        rule = RankValueRule(per_rank or {}, peers.rank, peers.world_size)
         try:
             search.begin(node or socket.gethostname(), step)
             while fetched is None and (plan := search.choose()) is not None:
+                _check_equal_values(search, plan)
                 fetch = _fetch_sharded if plan.key.num_parts else _fetch_replicated
-                fetched = fetch(search, plan, state, strict=strict)
+                fetched = fetch(search, plan, state, rule, strict=strict)
             if fetched is not None:
                 put, agreement = fetched
                 peers.run_on_all(put, f"failed to restore step {agreement.step}")
@@ -614,10 +622,63 @@ def _no_usable_checkpoint(reasons: Sequence[str]) -> CheckpointCorruptError:
     )
 
 
+def _check_equal_values(search: StateSearch, plan: RestorePlan) -> None:
+    """Check that the snapshots of all ranks have the same plain values and generators.
+
+    A rank would get those of another rank otherwise. If the state is sharded, and the number of
+    ranks is that of the snapshots, each rank gets its own back: then this is only a warning.
+
+    Raises:
+        CheckpointError: the values differ; on all ranks.
+    """
+    copies = [
+        (part, rank, stored)
+        for part, by_rank in sorted(plan.holders.items())
+        for rank, stored in sorted(by_rank.items())
+        if stored.values
+    ]
+    other = next((copy for copy in copies if copy[2].values != copies[0][2].values), None)
+    if other is None:
+        return
+
+    def read(copy: tuple[int, int, StoredState]) -> StateDigest | None:
+        part, rank, stored = copy
+        if rank != search.group.rank:
+            return None
+        pack = search.source(stored).view(stored, part)
+        return DigestCache().digest(flatten(unpack_part(pack, copy=False).state))
+
+    def find_paths(first: str) -> list[str]:
+        digest = read(other)
+        paths = digest.find_difference(bytes.fromhex(first)) if digest else []
+        return [format_path(path) for path in paths[:MAX_SHOWN_PATHS]]
+
+    group, failure = search.group, f"cannot compare the snapshots of step {plan.key.step}"
+    own = group.run_on_all(lambda: read(copies[0]), failure)
+    tables = group.all_gather_json(own.table.hex() if own else "")
+    first = next(table for table in tables if table)
+    found = group.all_gather_json(group.run_on_all(lambda: find_paths(first), failure))
+    shown = ", ".join(next((paths for paths in found if paths), ["state"]))
+    message = (
+        f"the snapshots of step {plan.key.step} on ranks {copies[0][1]} and {other[1]} have other "
+        f"values at {shown}. Make the keys and values equal on all ranks, or name them in "
+        "CheckpointManager(..., per_rank=(...))"
+    )
+    if plan.key.num_parts != group.world_size:
+        raise CheckpointError(f"{message}. A restore would give the values of one to all ranks")
+    if group.rank == 0:
+        log.warning("%s. Each rank continues with its own; a checkpoint cannot be saved", message)
+
+
 def _fetch_sharded(
-    search: StateSearch, plan: RestorePlan, state: MutableMapping[str, Any], *, strict: bool
+    search: StateSearch,
+    plan: RestorePlan,
+    state: MutableMapping[str, Any],
+    rule: RankValueRule,
+    *,
+    strict: bool,
 ) -> _Fetched | None:
-    resharded = ShardedRestore(search, plan).run(state, strict=strict)
+    resharded = ShardedRestore(search, plan, rule).run(state, strict=strict)
     if resharded is None:
         return None
     return resharded.put, RestoreAgreement(
@@ -631,7 +692,12 @@ def _fetch_sharded(
 
 
 def _fetch_replicated(
-    search: StateSearch, plan: RestorePlan, state: MutableMapping[str, Any], *, strict: bool
+    search: StateSearch,
+    plan: RestorePlan,
+    state: MutableMapping[str, Any],
+    rule: RankValueRule,
+    *,
+    strict: bool,
 ) -> _Fetched | None:
     """Bring the pack of a state that is not sharded to all ranks, and compare it with `state`.
 
@@ -661,9 +727,8 @@ def _fetch_replicated(
         pack = pack if received is None else received
 
     def match() -> Callable[[], None]:
-        return plan_restore(
-            state, unpack(require_not_none(pack, "a pack"), copy=False), strict=strict
-        )
+        saved = unpack(require_not_none(pack, "a pack"), copy=False)
+        return plan_restore(state, rule.add_values(saved, (), state), strict=strict)
 
     put, error = capture_exception(match)
     errors = group.all_gather_errors(error)

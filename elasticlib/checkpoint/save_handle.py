@@ -23,6 +23,13 @@ from ..clock import monotonic
 from ..errors import CheckpointError
 from ..threads import CallRejectedError, ExclusiveCall, Latch
 from .catalog import CheckpointCatalog
+from .rank_digests import (
+    DigestExchange,
+    RankComparison,
+    StateDigest,
+    StatesDifferError,
+    difference_error,
+)
 
 log = logging.getLogger("elasticlib.checkpoint")
 
@@ -124,8 +131,11 @@ class LocalSave(SaveHandle):
     not exit before the thread exits, because the thread is not a daemon.
     """
 
-    def __init__(self, step: int, write: Callable[[], None]) -> None:
+    def __init__(
+        self, step: int, write: Callable[[], None], comparison: RankComparison | None = None
+    ) -> None:
         super().__init__(step)
+        self._comparison = comparison  # with the states of other ranks
         self.in_background = True  # False if no thread could be started, so that `start` writes
         self._write: Callable[[], None] | None = write  # None once it has returned or raised
         self._call = ExclusiveCall()
@@ -214,6 +224,17 @@ class LocalSave(SaveHandle):
         """True if the writer has finished, after which the memory of the copy can be used again."""
         return self._finished.is_set
 
+    def find_late_difference(self) -> bool:
+        """Return whether a rank was found to have another state after the save had succeeded.
+
+        The save has failed then, and no caller has seen it.
+        """
+        if self._comparison is None or self._failure is not None or not self._finished.is_set:
+            return False
+        self._failure = self._comparison.find_difference(is_durable=True)
+        self.was_checked = self.was_checked and self._failure is None
+        return self._failure is not None
+
     def settle(self) -> None:
         """Wait until the writer has finished. A failure is kept for `wait`."""
         if self._process == os.getpid():
@@ -240,8 +261,10 @@ class LocalSave(SaveHandle):
                 f"step {self.step} is saved by the process that this one was forked from, and only "
                 "that process knows the result"
             )
-        is_finished = self._wait_until_finished(timeout)
-        return "" if is_finished else f"step {self.step} is still being written"
+        if not self._wait_until_finished(timeout):
+            return f"step {self.step} is still being written"
+        self.find_late_difference()
+        return ""
 
 
 class RemoteSave(SaveHandle):
@@ -252,10 +275,16 @@ class RemoteSave(SaveHandle):
     """
 
     def __init__(
-        self, step: int, number: int, results: SaveResults, catalog: CheckpointCatalog
+        self,
+        step: int,
+        number: int,
+        results: SaveResults,
+        catalog: CheckpointCatalog,
+        digest: StateDigest | None = None,
     ) -> None:
         super().__init__(step)
         self._number, self._results, self._catalog = number, results, catalog
+        self._digest = digest  # of this rank's state
         self._is_finished = False
         results.newest_step = step
 
@@ -277,6 +306,19 @@ class RemoteSave(SaveHandle):
                 return f"rank 0 was to save {self._catalog.describe(step)}, which does not exist"
         return ""
 
+    @property
+    def has_unseen_difference(self) -> bool:
+        """True if it is known here that the save has failed because ranks have different states.
+
+        A caller that has checked the handle has seen it.
+        """
+        return isinstance(self._failure, StatesDifferError) and not self.was_checked
+
+    @property
+    def has_succeeded(self) -> bool:
+        """True if the result is known here, and is no failure."""
+        return self._is_finished and self._failure is None
+
     def _poll(self) -> bool:
         """Read the result and keep a failure. Return whether the save has finished."""
         results, step = self._results, self.step
@@ -292,10 +334,21 @@ class RemoteSave(SaveHandle):
                     "all ranks must make the same calls"
                 )
             elif result["error"]:
-                self._failure = CheckpointError(
-                    f"step {step} was not saved by rank 0: {result['error']}"
-                )
+                kind = StatesDifferError if result["differs"] else CheckpointError
+                self._failure = kind(f"step {step} was not saved by rank 0: {result['error']}")
+            elif not result["is_compared"] and self._digest is not None:
+                self._failure = self._compare(self._digest)
+            self._digest = None
         return self._is_finished
+
+    def _compare(self, digest: StateDigest) -> StatesDifferError | None:
+        """Compare this rank's state with that of rank 0, which did not wait for it."""
+        exchange = self._results.digests
+        table = exchange.read(self._number, 0)
+        paths = [] if table is None else digest.find_difference(table)
+        if not paths:
+            return None
+        return difference_error(self.step, exchange.rank, paths, is_durable=True)
 
 
 class SaveResults:
@@ -306,27 +359,58 @@ class SaveResults:
     Args:
         store: the store in which torch's process group was formed, or None.
         name: identifies the manager. It is the same on all its ranks.
-        is_publisher: whether this rank is rank 0, which writes the results.
+        rank: this rank. Rank 0 writes the results.
+        world_size: the number of ranks.
     """
 
-    def __init__(self, store: Any, name: str, *, is_publisher: bool) -> None:
+    def __init__(self, store: Any, name: str, *, rank: int = 0, world_size: int = 1) -> None:
         self.is_reachable = store is not None  # False once the store's host has exited
         self.newest_step = 0  # of the saves that this rank expects from rank 0
-        self._store, self._is_publisher = store, is_publisher
+        self.store, self._is_publisher = store, rank == 0
         self._prefix = f"elasticlib/saves/{zlib.crc32(name.encode()):08x}"
+        self.digests = DigestExchange(store, self._prefix, rank, world_size)
 
     def next_number(self) -> int:
         """Count a save, and return its number. Each call returns the next number."""
         # A signal handler cannot interrupt either of the two calls halfway.
         return next(_numbers.setdefault(self._prefix, count(1)))
 
-    def publish(self, number: int, step: int, error: BaseException | None = None) -> None:
-        """Publish the result of a save, if this is rank 0 and there is a store."""
+    def next_group_name(self) -> str:
+        """Return a name for a group of this manager's ranks, which no other group has.
+
+        All ranks of the manager make the same calls, whatever other groups they have.
+        """
+        prefix = f"{self._prefix}/group"
+        return f"{prefix}/{next(_numbers.setdefault(prefix, count(1)))}"
+
+    def publish(
+        self,
+        number: int,
+        step: int,
+        error: BaseException | None = None,
+        *,
+        is_compared: bool = True,
+    ) -> None:
+        """Publish the result of a save, if this is rank 0 and there is a store.
+
+        Args:
+            number: the number of the save.
+            step: its step.
+            error: why it failed, or None.
+            is_compared: whether rank 0 has found the states of all ranks to be equal. Otherwise
+                each rank compares its own with that of rank 0.
+        """
         if not (self.is_reachable and self._is_publisher):
             return
         message = "" if error is None else str(error)[:4000]
+        result = {
+            "step": step,
+            "error": message,
+            "differs": isinstance(error, StatesDifferError),
+            "is_compared": is_compared,
+        }
         try:
-            self._store.set(self._key(number), json.dumps({"step": step, "error": message}))
+            self.store.set(self._key(number), json.dumps(result))
             self._delete_old(number)
         except (RuntimeError, NotImplementedError) as lost:
             log.info("cannot publish the result of saving step %d to other ranks: %s", step, lost)
@@ -334,9 +418,9 @@ class SaveResults:
     def read(self, number: int) -> dict[str, Any] | None:
         """Return the result of a save, with its `step` and `error`, or None if there is none."""
         try:
-            if not self._store.check([self._key(number)]):
+            if not self.store.check([self._key(number)]):
                 return None
-            result: dict[str, Any] = json.loads(self._store.get(self._key(number)))
+            result: dict[str, Any] = json.loads(self.store.get(self._key(number)))
         except RuntimeError as lost:
             log.info("cannot read the result of save %d in the ranks' store: %s", number, lost)
             self.is_reachable = False
@@ -354,7 +438,7 @@ class SaveResults:
             if not self.is_reachable:
                 raise RuntimeError("there is no process group")
             if self._is_publisher:
-                self._store.set(self._decision_key(number), "skip" if is_busy else "save")
+                self.store.set(self._decision_key(number), "skip" if is_busy else "save")
                 self._delete_old(number)
                 return is_busy
             return self._read_decision(number, step)
@@ -367,19 +451,20 @@ class SaveResults:
     def _read_decision(self, number: int, step: int) -> bool:
         key, pause, interval_s = self._decision_key(number), threading.Event(), 0.001
         deadline = monotonic() + RESULT_TIMEOUT_S
-        while not self._store.check([key]):
+        while not self.store.check([key]):
             if (result := self.read(number)) is not None and result["error"]:
                 raise CheckpointError(f"step {step} was not saved by rank 0: {result['error']}")
             if monotonic() > deadline:
                 raise RuntimeError(f"rank 0 did not call save within {RESULT_TIMEOUT_S:g} s")
             pause.wait(interval_s)
             interval_s = min(2 * interval_s, STORE_POLL_INTERVAL_S)
-        return bool(self._store.get(key) == b"skip")
+        return bool(self.store.get(key) == b"skip")
 
     def _delete_old(self, number: int) -> None:
         if (old := number - NUM_STORED_RESULTS) > 0:
-            self._store.delete_key(self._key(old))
-            self._store.delete_key(self._decision_key(old))
+            self.store.delete_key(self._key(old))
+            self.store.delete_key(self._decision_key(old))
+            self.digests.delete_counter(old)
 
     def _key(self, number: int) -> str:
         return f"{self._prefix}/{number}"

@@ -82,6 +82,9 @@ class SnapshotHeader:
     folder: str = ""  # where the snapshot is written when the job ends without it; empty: nowhere
     incarnation: str = ""
     sharded: bool = False  # whether the pack is a rank's part of a sharded state, even the only one
+    # Digest of the values that rank 0 would save for all ranks; empty if the pack lacks them, or
+    # has those of one rank.
+    values: str = ""
 
     @property
     def num_retained(self) -> int:

@@ -23,7 +23,7 @@ from ..errors import CheckpointCorruptError, CheckpointError
 from ..threads import CallRejectedError, ExclusiveCall, Latch, daemon_thread
 from ..workers.spec import SNAPSHOTS_ENV
 from .pack import LayoutCache, PackImage
-from .reshard import plan_part_layout
+from .reshard import has_own_rest, plan_part_layout
 from .restore import MEMORY, RestoreAgreement, StateSource, StoredState
 from .safetensors_header import read_header
 from .snapshot_slots import (
@@ -173,17 +173,29 @@ class SnapshotSource(StateSource):
             The pack and the slot, or None if this worker keeps no snapshot of such a state.
         """
         shards, layouts = flat.shards, self._layouts
-        if not self._writes and not any(map(is_sharded, shards.values())):
+        is_own = flat.own is not None or any(map(is_sharded, shards.values()))
+        if not (self._writes or is_own):
             return None
-        if shards:
-            image = plan_part_layout(layouts, step, flat, has_rest=True, has_copies=True)
+        if flat.has_parts:
+            # Without DTensors, one rank of each node keeps what is the same on all ranks.
+            has_rest = self._writes or bool(shards)
+            image = plan_part_layout(layouts, step, flat, has_rest=has_rest, has_copies=True)
             part, parts = self._rank, self._world_size
         else:
             image, part, parts = layouts.plan(flat, {"step": step}), 0, 1
-        return image, self.keep(step, image, part=part, parts=parts, sharded=bool(shards))
+        values = "" if has_own_rest(flat) else image.values_digest
+        slot = self.keep(step, image, part=part, parts=parts, sharded=flat.has_parts, values=values)
+        return image, slot
 
     def keep(
-        self, step: int, image: PackImage, *, part: int = 0, parts: int = 1, sharded: bool = False
+        self,
+        step: int,
+        image: PackImage,
+        *,
+        part: int = 0,
+        parts: int = 1,
+        sharded: bool = False,
+        values: str = "",
     ) -> MappedSlot:
         """Write a snapshot of a state, and return its slot.
 
@@ -195,6 +207,7 @@ class SnapshotSource(StateSource):
             part: see `SnapshotHeader`.
             parts: see `SnapshotHeader`.
             sharded: see `SnapshotHeader`.
+            values: see `SnapshotHeader`.
 
         Raises:
             CheckpointError: there is not enough memory, or the header is too long.
@@ -213,6 +226,7 @@ class SnapshotSource(StateSource):
             folder=last.folder,
             incarnation=last.incarnation,
             sharded=sharded,
+            values=values,
         )
         slot = self._copy(image, header)
         self._header = header
@@ -340,7 +354,9 @@ def _stored_state(ref: SnapshotRef) -> StoredState:
     parts = header.parts if header.sharded else 0
     name = f"{ref.file}:{header.sequence}"
     part = header.part if parts else 0
-    return StoredState(header.step, MEMORY, name, part, parts, header.run, header.generation)
+    return StoredState(
+        header.step, MEMORY, name, part, parts, header.run, header.generation, header.values
+    )
 
 
 class _Preallocation:

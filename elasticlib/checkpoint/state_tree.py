@@ -31,7 +31,7 @@ import torch
 
 from ..errors import CheckpointError, CheckpointUnreadableError, format_error
 from ..untrusted import class_name_with_article, full_name
-from .state_dicts import describe_state_dict, state_dict_owner
+from .state_dicts import describe_sharded_object, describe_state_dict, state_dict_owner
 from .tensor_layout import dtype_from_name, dtype_name
 
 StatePath: TypeAlias = tuple[Any, ...]  # keys and indices, from the root of the state
@@ -238,10 +238,11 @@ def local_tensor(value: Any) -> torch.Tensor:
 def reject_state_dicts(state: object, path: StatePath = ()) -> None:
     """Reject a state that contains the state dict of an object that has to be given itself.
 
-    What the objects in the state return is not checked.
+    Objects that torch has sharded without DTensors are rejected, too. What the objects in the state
+    return is not checked.
 
     Raises:
-        CheckpointError: The state contains such a state dict; the message names its path.
+        CheckpointError: The state contains such a dict or object; the message names its path.
     """
     if type(state) is dict and (owner := state_dict_owner(state)):
         raise CheckpointError(f"{format_path(path)} {describe_state_dict(owner)}")
@@ -250,6 +251,13 @@ def reject_state_dicts(state: object, path: StatePath = ()) -> None:
         for key, part in parts_of(state).items():
             if is_container(part):
                 reject_state_dicts(part, (*path, key))
+            else:
+                _reject_sharded_object(part, (*path, key))
+
+
+def _reject_sharded_object(value: object, path: StatePath) -> None:
+    if reason := describe_sharded_object(value):
+        raise CheckpointError(f"{format_path(path)} {reason}")
 
 
 def _check_depth(path: StatePath) -> None:
@@ -357,6 +365,17 @@ def encode_values(meta: Mapping[str, Any], values: Sequence[Any]) -> str:
         return _json({"meta": meta, "values": [_encode_scalar(value) for value in values]})
 
 
+def encode_plain_values(values: Sequence[Any]) -> str:
+    """Return a text that is equal for equal plain values of `FlatState.values`, and only for them.
+
+    It is not the form in a file.
+    """
+    try:
+        return _json(values)
+    except ValueError:  # an integer of thousands of digits
+        return _json([_encode_scalar(value) for value in values])
+
+
 def _encode_scalar(value: Any) -> Any:
     if type(value) is int and value.bit_length() > MAX_INT_BITS:
         return {"int": hex(value)}
@@ -461,6 +480,15 @@ def _unsupported_value_error(path: StatePath, value: object) -> CheckpointError:
 # -- from a state to its tensors and values --------------------------------------------------------
 
 
+@attrs.frozen
+class RankValues:
+    """The values that one rank saves for itself, see `per_rank`."""
+
+    text: str  # encoded
+    rank: int
+    world_size: int
+
+
 @attrs.define(eq=False)
 class FlatState:
     """A state as tensors, plain values, and the structure that connects them.
@@ -472,6 +500,14 @@ class FlatState:
     tensors: list[torch.Tensor] = attrs.field(factory=list)  # tensors, and the bytes of arrays
     values: list[Any] = attrs.field(factory=list)  # plain values, scalars as they are
     shards: dict[StatePath, Any] = attrs.field(factory=dict)  # DTensors
+    modules: list[tuple[StatePath, torch.nn.Module]] = attrs.field(factory=list)
+    generators: list[int] = attrs.field(factory=list)  # positions of their states in `tensors`
+    own: RankValues | None = None  # not part of the fields above
+
+    @property
+    def has_parts(self) -> bool:
+        """True if each rank saves a part of the state, and not rank 0 all of it."""
+        return bool(self.shards) or self.own is not None
 
 
 def flatten(state: object, *, reject_state_dicts: bool = False) -> FlatState:
@@ -480,8 +516,7 @@ def flatten(state: object, *, reject_state_dicts: bool = False) -> FlatState:
     Args:
         state: Nested containers of tensors, NumPy arrays, plain values, and objects with
             `state_dict` and `load_state_dict`.
-        reject_state_dicts: Raise if the state contains the state dict of an object that has to be
-            given itself. What objects in the state return is not checked.
+        reject_state_dicts: Raise for what the function of that name rejects.
 
     Raises:
         CheckpointError: The state contains a value that cannot be saved; the message names its
@@ -564,7 +599,13 @@ class _Flattener:
         if isinstance(value, torch.Tensor):
             self._add_tensor(value, kind)
         elif (accessor := state_accessor(value)) is not None:
+            if self._checks_dicts:
+                _reject_sharded_object(value, tuple(self._path))
             given = _get_state(accessor, tuple(self._path), value)
+            if isinstance(value, torch.nn.Module):
+                self.flat.modules.append((tuple(self._path), value))
+            elif isinstance(value, torch.Generator):
+                self.flat.generators.append(len(self.flat.tensors))
             checks, self._checks_dicts = self._checks_dicts, False
             self.add(given)
             self._checks_dicts = checks
@@ -634,6 +675,54 @@ def _factory_name(path: StatePath, value: defaultdict[Any, Any]) -> str:
         f"{format_path(path)} is a defaultdict of {value.default_factory!r}, and a checkpoint "
         f"holds those of {', '.join(_FACTORIES)}: save a dict of it"
     )
+
+
+# -- parts of a structure --------------------------------------------------------------------------
+
+
+class StructurePart(NamedTuple):
+    """A container, or a leaf, of a structure."""
+
+    path: StatePath
+    text: str  # Two parts have equal texts if their types and their keys are equal.
+    is_value: bool = False
+    is_tensor: bool = False  # a tensor or an array; not a DTensor
+    is_in_state_dict: bool = False  # it is directly in the dict that a module returned
+
+
+def structure_parts(structure: Sequence[Any]) -> list[StructurePart]:
+    """Return the containers and leaves of a structure, in the order of its tokens.
+
+    Raises:
+        CheckpointError: A key cannot be saved; the message names its path.
+    """
+    parts: list[StructurePart] = []
+    tokens = iter(structure)
+
+    def add(path: StatePath, is_in_state_dict: bool) -> None:
+        token = next(tokens)
+        if token in _MAPPING_NAMES:
+            kind, keys = _MAPPING_NAMES[token], next(tokens)
+            keys = keys[0] if keys and type(keys[0]) is tuple else keys
+            names, factory = ((), "") if token is dict else (next(tokens), next(tokens))
+            encoded = [_encode_key(path, key) for key in keys]
+            parts.append(StructurePart(path, _json([kind, encoded, names, factory])))
+            for key in keys:
+                add((*path, key), "_metadata" in names)
+            for name in names:
+                add((*path, PathLabel(f".{name}")), False)
+        elif token is list or token is tuple:
+            count = next(tokens)
+            parts.append(StructurePart(path, f"{token.__name__} {count}"))
+            for at in range(count):
+                add((*path, at), False)
+        else:
+            is_tensor = token is not _VALUE and token is not _SHARD
+            text = f"{token} {next(tokens)}" if token is _ARRAY else token
+            parts.append(StructurePart(path, text, token is _VALUE, is_tensor, is_in_state_dict))
+
+    add((), False)
+    return parts
 
 
 # -- structure as JSON -----------------------------------------------------------------------------

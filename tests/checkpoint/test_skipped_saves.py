@@ -144,7 +144,7 @@ def save_within_a_save_on_rank_0(folder: Path) -> list[str]:
         if dist.get_rank() == 0:
             manager.save(1, {"object": state})
             return state.errors
-        manager.save(1, {})
+        manager.save(1, {"object": {}})
         with capture_errors() as errors:
             manager.save(2, {}, if_busy="skip")
         return errors

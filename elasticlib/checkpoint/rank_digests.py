@@ -1,0 +1,462 @@
+"""Digests of a rank's state, by which ranks find out that they would save different values.
+
+A state that is not sharded is written by rank 0, and a restore gives rank 0's values to all ranks.
+So a value that differs by rank would be lost. Each rank computes a digest of its state when it
+saves. Rank 0 reads the digests of the others from the store in which the process group was formed,
+and no rank waits for another one. This module neither writes checkpoints nor restores them.
+
+A digest has one CRC-32 for each container, plain value and tensor of the state, so that a
+difference has a path. Small tensors, such as the state of a generator, are read completely; of a
+larger one, `NUM_SAMPLES` elements are. Devices and memory layouts do not matter. Buffers of modules
+are left out: under DDP the statistics of BatchNorm differ by rank until those of rank 0 are
+broadcast in the next forward pass.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import math
+import struct
+import zlib
+from array import array
+from collections.abc import Sequence
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+
+from ..errors import CheckpointError
+from .safetensors_header import round_up
+from .state_tree import (
+    FlatState,
+    StatePath,
+    StructurePart,
+    encode_plain_values,
+    format_path,
+    structure_parts,
+)
+from .tensor_layout import StridedLayout, is_copyable, row_major_stride, strided_view
+
+if TYPE_CHECKING:
+    from .collectives import PeerGroup
+
+log = logging.getLogger("elasticlib.checkpoint")
+
+SMALL_BYTES = 8192  # A generator's state has about 5 KB.
+NUM_SAMPLES = 64  # elements of a larger tensor
+SAMPLE_RUN = 16  # Adjacent elements are in one cache line or two.
+MAX_ROWS = 1024  # Longer lists of parts are divided into so many groups, with one CRC-32 each.
+MAX_SHOWN_PATHS = 3
+
+_MAX_ITEM_BYTES = 16  # of an element of any dtype
+_COUNTS = struct.Struct("<III")  # containers and leaves, plain values, tensors
+_NUMBER = struct.Struct("<Q")
+_BATCH_NORM_BUFFERS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
+
+
+# -- digests ---------------------------------------------------------------------------------------
+
+
+@attrs.frozen(eq=False)
+class StateDigest:
+    """The digest of a rank's state, with the paths of the state's parts."""
+
+    table: bytes  # Two ranks have equal tables if their states are equal.
+    parts: Sequence[StructurePart]
+
+    def find_difference(self, other: bytes) -> list[StatePath]:
+        """Return the paths at which this state differs from that of another rank.
+
+        A path may stand for a group of parts that begins there, if there are very many.
+
+        Args:
+            other: the table of the other rank.
+        """
+        if other == self.table:
+            return []
+        paths = (
+            [part.path for part in self.parts],
+            [part.path for part in self.parts if part.is_value],
+            [part.path for part in self.parts if part.is_tensor],
+        )
+        differing: list[StatePath] = []
+        tables = zip(paths, _split_table(self.table), _split_table(other), strict=True)
+        for named, own, others in tables:
+            group = _group_size(len(named))
+            pairs = enumerate(zip(own, others, strict=False))
+            differing += [named[at * group] for at, (mine, theirs) in pairs if mine != theirs]
+            if named is paths[0] and differing:
+                break  # Other keys shift all that follows.
+        return differing or [()]
+
+
+def _group_size(count: int) -> int:
+    return max(1, math.ceil(count / MAX_ROWS))
+
+
+def _split_table(table: bytes) -> list[array[int]]:
+    """Return the CRC-32s of the structure, the plain values and the tensors."""
+    at, rows = _COUNTS.size, []
+    for count in _COUNTS.unpack_from(table):
+        end = at + 4 * math.ceil(count / _group_size(count))
+        rows.append(array("I", table[at:end]))
+        at = end
+    return rows
+
+
+class DigestCache:
+    """Computes digests. What depends only on the structure of the state is computed once.
+
+    Not thread-safe. If an exception of a signal handler interrupts `digest`, the cache can still be
+    used.
+    """
+
+    def __init__(self) -> None:
+        self._last: _DigestLayout | None = None
+
+    @torch.no_grad()
+    def digest(self, flat: FlatState) -> StateDigest:
+        """Return the digest of a state, without its sharded tensors."""
+        tensors = [_resolved(tensor) for tensor in flat.tensors]
+        forms = [_form_of(tensor) for tensor in tensors]
+        layout = self._last
+        if layout is None or not layout.fits(flat.structure, forms):
+            self._last = layout = _DigestLayout.of(flat, tensors, forms)
+        rows = layout.tensor_rows(tensors)
+        counts = _COUNTS.pack(len(layout.parts), len(flat.values), len(flat.tensors))
+        table = b"".join((counts, layout.structure_rows, _value_rows(flat.values), rows))
+        return StateDigest(table, layout.parts)
+
+
+def _structure_rows(parts: Sequence[StructurePart]) -> bytes:
+    group, texts = _group_size(len(parts)), [part.text for part in parts]
+    rows = ("\n".join(texts[at : at + group]) for at in range(0, len(texts), group))
+    crcs = [zlib.crc32(row.encode("utf-8", "backslashreplace")) for row in rows]
+    return array("I", crcs).tobytes()
+
+
+def _value_rows(values: Sequence[Any]) -> bytes:
+    group = _group_size(len(values))
+    texts = (encode_plain_values(values[at : at + group]) for at in range(0, len(values), group))
+    return array("I", [zlib.crc32(text.encode()) for text in texts]).tobytes()
+
+
+# -- the comparison ------------------------------------------------------------------------------
+
+
+class StatesDifferError(CheckpointError):
+    """A rank has other values than rank 0, which a restore would replace by those of rank 0."""
+
+
+def difference_error(
+    step: int, rank: int, paths: Sequence[StatePath], *, is_durable: bool = False
+) -> StatesDifferError:
+    """Return the error for a state that differs between rank 0 and another rank.
+
+    Args:
+        step: the step that was to be saved.
+        rank: the other rank.
+        paths: what `StateDigest.find_difference` returned.
+        is_durable: whether the checkpoint has been committed already.
+    """
+    shown = ", ".join(map(format_path, paths[:MAX_SHOWN_PATHS]))
+    num_more = len(paths) - MAX_SHOWN_PATHS
+    more = f" (and {num_more} more)" if num_more > 0 else ""
+    outcome = "was saved with rank 0's values only" if is_durable else "is not saved"
+    name = next((path[0] for path in paths if path), "name")
+    return StatesDifferError(
+        f"step {step} {outcome}: {shown}{more} is not the same on rank {rank} as on rank 0, and a "
+        "restore would give rank 0's values to all ranks. Make the keys and values equal on all "
+        f"ranks, or save them by rank: CheckpointManager(..., per_rank=({name!r},))"
+    )
+
+
+class DigestExchange:
+    """The digests that the ranks put into the store of their process group.
+
+    Args:
+        store: the store, or None.
+        prefix: of the keys; the same on all ranks of a manager, and no other manager has it.
+        rank: this rank.
+        world_size: the number of ranks.
+    """
+
+    def __init__(self, store: Any, prefix: str, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._store, self._prefix = store, prefix
+
+    @property
+    def is_needed(self) -> bool:
+        """True if there are other ranks whose digests can be read."""
+        return self._store is not None and self.world_size > 1
+
+    def put(self, number: int, digest: StateDigest) -> None:
+        """Publish this rank's digest for a save. The digests of the last two saves are kept."""
+        try:
+            self._store.set(self._key(number, self.rank), _NUMBER.pack(number) + digest.table)
+            if self.rank:
+                self._store.add(self._counter(number), 1)
+        except (RuntimeError, NotImplementedError) as lost:
+            self._give_up(lost)
+
+    def num_arrived(self, number: int) -> int:
+        """Return how many ranks other than 0 have published their digests for a save."""
+        try:
+            return int(self._store.add(self._counter(number), 0)) if self.is_needed else 0
+        except (RuntimeError, NotImplementedError) as lost:
+            self._give_up(lost)
+            return 0
+
+    def read(self, number: int, rank: int) -> bytes | None:
+        """Return the table of a rank's digest for a save, or None if it is not there."""
+        key = self._key(number, rank)
+        try:
+            if not self.is_needed or not self._store.check([key]):
+                return None
+            value: bytes = self._store.get(key)
+        except (RuntimeError, NotImplementedError) as lost:
+            self._give_up(lost)
+            return None
+        is_same = _NUMBER.unpack_from(value)[0] == number
+        return value[_NUMBER.size :] if is_same else None
+
+    def delete_counter(self, number: int) -> None:
+        """Delete the count of the digests for an old save."""
+        self._store.delete_key(self._counter(number))
+
+    def _give_up(self, lost: Exception) -> None:
+        log.info("cannot compare the states of the ranks through their store: %s", lost)
+        self._store = None
+
+    def _key(self, number: int, rank: int) -> str:
+        # Each rank overwrites its key of the save before the last one. A rank that is one save
+        # ahead of rank 0 does not overwrite what rank 0 has not read.
+        return f"{self._prefix}/digests/{rank}/{number % 2}"
+
+    def _counter(self, number: int) -> str:
+        return f"{self._prefix}/{number}/digests"
+
+
+class RankComparison:
+    """The comparison of one save on rank 0 with the digests of the other ranks.
+
+    Some of the digests may arrive after the checkpoint was committed, or never, if only rank 0
+    saves.
+    """
+
+    def __init__(
+        self, exchange: DigestExchange, number: int, step: int, digest: StateDigest
+    ) -> None:
+        self._exchange, self._number, self._step, self._digest = exchange, number, step, digest
+        self._waiting = set(range(1, exchange.world_size))  # their digests are not compared yet
+
+    @property
+    def is_complete(self) -> bool:
+        """True if all ranks have the same state."""
+        return not self._waiting
+
+    @property
+    def summary(self) -> str:
+        return ""
+
+    def check(self, peers: PeerGroup | None, summaries: Sequence[str]) -> None:  # noqa: ARG002
+        """Raise StatesDifferError for a difference that is known before the commit."""
+        if (error := self.find_difference(is_durable=False)) is not None:
+            raise error
+
+    def find_difference(self, *, is_durable: bool) -> StatesDifferError | None:
+        """Compare the digests that have arrived since the last call. This never waits.
+
+        Args:
+            is_durable: whether the checkpoint has been committed already.
+        """
+        num_compared = self._exchange.world_size - 1 - len(self._waiting)
+        if not self._waiting or self._exchange.num_arrived(self._number) <= num_compared:
+            return None
+        for rank in sorted(self._waiting):
+            table = self._exchange.read(self._number, rank)
+            if table is not None:
+                self._waiting.discard(rank)
+                if paths := self._digest.find_difference(table):
+                    return difference_error(self._step, rank, paths, is_durable=is_durable)
+        return None
+
+
+class PartComparison:
+    """The comparison of what is not sharded in the parts of a sharded save, on all its ranks.
+
+    Args:
+        step: the step.
+        digest: the digest of what rank 0 saves for this rank, or None if this rank saves all of its
+            values itself.
+    """
+
+    def __init__(self, step: int, digest: StateDigest | None) -> None:
+        self._step, self._digest = step, digest
+        self.summary = "" if digest is None else sha256(digest.table).hexdigest()[:32]
+
+    def check(self, peers: PeerGroup | None, summaries: Sequence[str]) -> None:
+        """Raise CheckpointError on all ranks if one has other values than rank 0."""
+        digest, failure = self._digest, f"could not save step {self._step}"
+        if peers is None or all(summary in ("", summaries[0]) for summary in summaries):
+            return
+        own = digest.table.hex() if digest is not None and peers.rank == 0 else ""
+        first = bytes.fromhex(peers.gather_results(lambda: own, failure)[0])
+
+        def compare() -> None:
+            if digest is not None and (paths := digest.find_difference(first)):
+                raise difference_error(self._step, peers.rank, paths)
+
+        peers.gather_results(compare, failure)
+
+
+# -- tensors ---------------------------------------------------------------------------------------
+
+
+def _resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose memory has its values, without pending conjugation or negation."""
+    is_lazy = tensor.is_conj() or tensor.is_neg()
+    return tensor.resolve_conj().resolve_neg() if is_lazy else tensor
+
+
+def _form_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return what the place of a tensor's samples depends on."""
+    is_plain = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
+    if not is_plain or not is_copyable(tensor.dtype):
+        return tensor.dtype, (), (), "meta"  # The save rejects it.
+    device = "cpu" if tensor.is_cpu else tensor.device.type
+    return tensor.dtype, tensor.shape, tensor.stride(), device
+
+
+@attrs.frozen(eq=False)
+class _Sample:
+    """The elements of one tensor that are read, and where they are copied to."""
+
+    at: int  # position of the tensor in the state
+    geometry: tuple[tuple[int, ...], tuple[int, ...]] | None  # size and stride; None: all of it
+    target: torch.Tensor
+
+
+@attrs.frozen(eq=False)
+class _DigestLayout:
+    """What is read of each tensor of a state, and the memory that it is copied to."""
+
+    structure: list[Any]
+    forms: list[tuple[Any, ...]]
+    parts: list[StructurePart]
+    structure_rows: bytes
+    samples: dict[str, list[_Sample]]  # by the type of the device
+    buffers: dict[str, torch.Tensor]  # the memory of the samples, by the type of the device
+    ranges: list[tuple[str, int, int, int]]  # of each tensor: device, first and last byte, CRC-32
+
+    @classmethod
+    def of(
+        cls, flat: FlatState, tensors: Sequence[torch.Tensor], forms: list[tuple[Any, ...]]
+    ) -> _DigestLayout:
+        """Return the layout of a state whose tensors have these forms, see `_form_of`."""
+        parts = structure_parts(flat.structure)
+        exempt = _buffer_paths(flat)
+        named = [part for part in parts if part.is_tensor]
+        sizes: dict[str, int] = {}  # of the memory, by the type of the device
+        ranges, samples = [], []
+        for at, (part, form) in enumerate(zip(named, forms, strict=True)):
+            dtype, shape, _, device = form
+            is_exempt = part.path in exempt or _is_batch_norm_buffer(part)
+            size, geometry = (0, None) if is_exempt or device == "meta" else _choose_sample(form)
+            begin = round_up(sizes.get(device, 0), _MAX_ITEM_BYTES)
+            sizes[device] = begin + size
+            ranges.append((device, begin, sizes[device], zlib.crc32(f"{dtype}{shape}".encode())))
+            if size:
+                samples.append((at, geometry))
+        buffers: dict[str, torch.Tensor] = {}
+        reads: dict[str, list[_Sample]] = {}
+        # In inference mode these would be tensors that later calls must not write to.
+        with torch.inference_mode(mode=False):
+            for at, geometry in samples:
+                device, begin, _, _ = ranges[at]
+                if device not in buffers:
+                    place = tensors[at].device
+                    buffers[device] = torch.empty(sizes[device], dtype=torch.uint8, device=place)
+                    reads[device] = []
+                shape = tuple(tensors[at].shape) if geometry is None else geometry[0]
+                layout = StridedLayout(tensors[at].dtype, shape, row_major_stride(shape))
+                offset = begin // layout.dtype.itemsize
+                target = strided_view(buffers[device].untyped_storage(), offset, layout)
+                reads[device].append(_Sample(at, geometry, target))
+        rows = _structure_rows(parts)
+        return cls(flat.structure, forms, parts, rows, reads, buffers, ranges)
+
+    def fits(self, structure: list[Any], forms: list[tuple[Any, ...]]) -> bool:
+        """Return whether this is the layout of a state of this structure."""
+        try:
+            return bool(self.forms == forms and self.structure == structure)
+        except Exception:  # A key of a dict in the state has no usable comparison.
+            return False
+
+    def tensor_rows(self, tensors: Sequence[torch.Tensor]) -> bytes:
+        """Return the CRC-32s of the tensors."""
+        memory: dict[str, memoryview] = {}
+        for device, samples in self.samples.items():
+            sources = [_read_sample(tensors[one.at], one.geometry) for one in samples]
+            torch._foreach_copy_([one.target for one in samples], sources)
+            host = self.buffers[device].cpu()
+            address = (ctypes.c_ubyte * host.numel()).from_address(host.data_ptr())
+            memory[device] = memoryview(bytes(address))
+        empty = memoryview(b"")
+        group, rows, crc = _group_size(len(self.ranges)), array("I"), 0
+        for number, (device, begin, end, first) in enumerate(self.ranges, 1):
+            crc = zlib.crc32(memory.get(device, empty)[begin:end], first ^ crc)
+            if not number % group or number == len(self.ranges):
+                rows.append(crc)
+                crc = 0
+        return rows.tobytes()
+
+
+def _choose_sample(
+    form: tuple[Any, ...],
+) -> tuple[int, tuple[tuple[int, ...], tuple[int, ...]] | None]:
+    """Return the bytes that are read of a tensor, and the size and stride of a view of them.
+
+    They are chosen by their indices, so that the memory layout does not matter.
+    """
+    dtype, shape, stride, _ = form
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes <= SMALL_BYTES:
+        return num_bytes, None
+    sizes: list[int] = []
+    strides: list[int] = []
+    budget = NUM_SAMPLES
+    for length, step in zip(reversed(shape), reversed(stride), strict=True):
+        is_run = not sizes and len(shape) > 1  # adjacent elements of the last dimension
+        count = min(length, SAMPLE_RUN if is_run else budget)
+        sizes.insert(0, count)
+        strides.insert(0, step if is_run else step * (length // count))
+        budget //= count
+    return math.prod(sizes) * dtype.itemsize, (tuple(sizes), tuple(strides))
+
+
+def _read_sample(
+    tensor: torch.Tensor, geometry: tuple[tuple[int, ...], tuple[int, ...]] | None
+) -> torch.Tensor:
+    if geometry is None:
+        return tensor
+    return tensor.as_strided(*geometry, tensor.storage_offset())
+
+
+def _buffer_paths(flat: FlatState) -> set[StatePath]:
+    """Return the paths of the buffers of all modules in a state."""
+    return {
+        (*path, name)
+        for path, module in flat.modules
+        for name, _ in module.named_buffers(remove_duplicate=False)
+    }
+
+
+def _is_batch_norm_buffer(part: StructurePart) -> bool:
+    """Return whether a tensor is a statistic of BatchNorm in a given `module.state_dict()`.
+
+    Such a dict does not show which of its tensors are buffers.
+    """
+    return part.is_in_state_dict and str(part.path[-1]).rpartition(".")[2] in _BATCH_NORM_BUFFERS
