@@ -586,8 +586,10 @@ class CheckpointManager:
                 and tensors, as they were saved. They are changed in place, see
                 `restore.restore_from`.
             step: restore this step and no other. Newer steps are not deleted, and the next
-                `restore` without a step uses the newest one.
+                `restore` without a step uses the newest one. The first snapshot after this call
+                replaces the newer steps that are only in memory.
             strict: whether it is an error if only the state, or only the checkpoint, has a name.
+                If false, such names are ignored.
             if_unusable: what to do if there are checkpoints, all of them are damaged, and `step` is
                 not given. "raise" raises CheckpointCorruptError, so that no training starts from
                 the beginning unnoticed and replaces them. "start_over" restores nothing.
@@ -626,7 +628,8 @@ class CheckpointManager:
         result = RestoreResult(agreed.step, agreed.source, agreed.skipped)
         if step is not None and not result:
             raise self._missing_step_error(step, result, sources)
-        if snapshots is not None:
+        # The snapshot of a part, or of a step that the caller has chosen, would replace later ones.
+        if snapshots is not None and agreed.is_complete and step is None:
             self._run_exclusively(
                 f"step {agreed.step} is not kept",
                 partial(snapshots.adopt_restored_step, agreed, names),

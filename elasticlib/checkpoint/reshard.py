@@ -39,7 +39,7 @@ from .boxes import (
 from .collectives import Transfer
 from .pack import LayoutCache, PackImage, PartContents, pack_state, unpack, unpack_part
 from .pack import Shards as PackShards
-from .restore_plan import plan_restore
+from .restore_plan import has_all_names, plan_restore
 from .safetensors_header import read_meta
 from .state_tree import (
     FlatState,
@@ -382,6 +382,7 @@ class ReshardedState:
     holder: int  # a rank from which this rank has its shards
     was_resharded: bool  # a rank received a part of the state, or the number of ranks differs
     received_bytes: int  # size of the shards that this rank received
+    is_complete: bool  # the live state has all names that were saved
 
 
 class ShardedRestore:
@@ -448,6 +449,7 @@ class ShardedRestore:
             holder=received[0].source if received else self._rest[self._rank][1],
             was_resharded=bool(remote) or has_moved_rest or self._own_part is None,
             received_bytes=sum(map(self._num_bytes, received)),
+            is_complete=has_all_names(state, rest.state),
         )
 
     def _verify_parts(self) -> bool:

@@ -40,7 +40,7 @@ from .collectives import (
 )
 from .pack import unpack
 from .reshard import ShardedRestore
-from .restore_plan import plan_restore
+from .restore_plan import has_all_names, plan_restore
 from .safetensors_header import read_header
 from .storage import LocalStorage
 
@@ -131,6 +131,7 @@ class RestoreAgreement:
     was_resharded: bool = False  # a rank received a part, or the number of ranks differs
     received_bytes: int = 0  # size of the shards that this rank received
     pack_bytes: int = 0  # size of an unsharded state; 0 if it is sharded or unknown
+    is_complete: bool = True  # The live state has all names that were saved, as far as is known.
     skipped: tuple[str, ...] = ()  # see `RestoreResult`
 
     @property
@@ -589,7 +590,7 @@ def restore_from(
             elif step is None and if_unusable == "raise" and search.has_seen_checkpoints:
                 raise _no_usable_checkpoint(search.skipped(0))
             else:
-                agreement = RestoreAgreement(0, "", -1, peers.rank)
+                agreement = RestoreAgreement(0, "", -1, peers.rank, is_complete=strict)
         finally:
             for source in sources:
                 source.release()
@@ -627,6 +628,7 @@ def _fetch_sharded(
         search.group.rank,
         was_resharded=resharded.was_resharded,
         received_bytes=resharded.received_bytes,
+        is_complete=resharded.is_complete,
     )
 
 
@@ -660,12 +662,11 @@ def _fetch_replicated(
         received = group.broadcast_pack(step, pack, sender, receivers)
         pack = pack if received is None else received
 
-    def match() -> Callable[[], None]:
-        return plan_restore(
-            state, unpack(require_not_none(pack, "a pack"), copy=False), strict=strict
-        )
+    def match() -> tuple[Callable[[], None], bool]:
+        saved = unpack(require_not_none(pack, "a pack"), copy=False)
+        return plan_restore(state, saved, strict=strict), has_all_names(state, saved)
 
-    put, error = capture_exception(match)
+    matched, error = capture_exception(match)
     errors = group.all_gather_errors(error)
     for rank, rank_error in enumerate(errors):
         if rank_error is not None and rank_error.is_corrupt:
@@ -676,8 +677,10 @@ def _fetch_replicated(
     holder = group.rank if group.rank in holders else sender
     pack_bytes = len(require_not_none(pack, "a pack"))
     kind = holders[holder].kind
-    agreement = RestoreAgreement(step, kind, holder, group.rank, pack_bytes=pack_bytes)
-    return require_not_none(put, "a plan"), agreement
+    put, is_complete = require_not_none(matched, "a plan")
+    return put, RestoreAgreement(
+        step, kind, holder, group.rank, pack_bytes=pack_bytes, is_complete=is_complete
+    )
 
 
 def _exclude_divergent_copies(

@@ -101,6 +101,11 @@ def plan_restore(
     return put
 
 
+def has_all_names(state: Mapping[str, Any], saved: object) -> bool:
+    """Return True if the live state has all names that were saved."""
+    return isinstance(saved, dict) and saved.keys() <= state.keys()
+
+
 def _check_same_names(state: Mapping[str, Any], saved: Mapping[Any, Any]) -> None:
     missing = ", ".join(repr(name) for name in state if name not in saved)
     surplus = ", ".join(repr(name) for name in saved if name not in state)

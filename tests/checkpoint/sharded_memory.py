@@ -91,6 +91,24 @@ def restore(folder: Path, sizes: MeshSizes, nodes: list[int]) -> dict[str, Any]:
     }
 
 
+def restore_part_and_later_all(folder: Path, sizes: MeshSizes, nodes: list[int]) -> dict[str, Any]:
+    """Restore one value of the state, restart, and restore the complete state."""
+    state = make_state(sizes, fresh=True)
+    node = nodes[dist.get_rank()]
+    with manager_on_node(folder, node, 2) as manager:
+        part = manager.restore({"own": -1}, strict=False)
+        part_snapshots = sorted(path.name for path in (folder / f"node{node}" / "2").iterdir())
+    dist.barrier()
+    with manager_on_node(folder, node, 3) as manager:
+        result = manager.restore(state)
+    expected = json.loads((folder / "bits").read_text())
+    return {
+        "steps": (part.step, result.step),
+        "kept": part_snapshots,
+        "right": shared_bits(state) == expected,
+    }
+
+
 # -- tensors of one name in two pipeline stages ----------------------------------------------------
 
 

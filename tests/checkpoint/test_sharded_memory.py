@@ -12,6 +12,7 @@ from sharded_memory import (
     LARGE_STATE_BYTES,
     restore,
     restore_large,
+    restore_part_and_later_all,
     restore_saved_stages,
     restore_stages,
     save_stages,
@@ -57,6 +58,17 @@ def test_replicas_of_hsdp_replace_lost_nodes_at_any_number_of_ranks(
     # Each rank keeps a snapshot of its new part in its own node's memory.
     for rank, result in enumerate(results):
         assert (4, rank, world_size) in result["parts"]
+
+
+def test_a_part_that_fewer_ranks_restore_does_not_replace_the_state(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    ranks.run(snapshot, 4, tmp_path, (2, 2))
+    lose_nodes(tmp_path, 0, 3)
+    results = ranks.run(restore_part_and_later_all, 2, tmp_path, (2,), [1, 2])
+    assert common(results, "steps") == (4, 4)
+    assert common(results, "kept") == []
+    assert common(results, "right")
 
 
 def test_state_with_lost_elements_is_skipped_and_nothing_is_changed(
