@@ -573,6 +573,7 @@ class CheckpointManager:
         *,
         strict: bool = True,
         if_unusable: IfUnusable = "raise",
+        allow_cast: bool = False,
     ) -> RestoreResult:
         """Bring the state of all ranks to the newest usable snapshot or checkpoint.
 
@@ -593,6 +594,9 @@ class CheckpointManager:
             if_unusable: what to do if there are checkpoints, all of them are damaged, and `step` is
                 not given. "raise" raises CheckpointCorruptError, so that no training starts from
                 the beginning unnoticed and replaces them. "start_over" restores nothing.
+            allow_cast: convert tensors of floating types that were saved with another floating type
+                than those of `state`, such as float32 to bfloat16. Otherwise another dtype is an
+                error. Other types are never converted.
 
         Returns:
             The step and its source. The result is false, and the state is unchanged, if there is
@@ -623,8 +627,8 @@ class CheckpointManager:
         node = rank_info.host if snapshots is None else f"{rank_info.host}:{snapshots.folder}"
         names = check_names(state)
         reject_state_dicts(names)
-        options: Any = {"step": step, "strict": strict, "if_unusable": if_unusable}
-        agreed = restore_from(sources, names, self._group, node=node, **options)
+        options: Any = {"strict": strict, "if_unusable": if_unusable, "allow_cast": allow_cast}
+        agreed = restore_from(sources, names, self._group, node=node, step=step, **options)
         result = RestoreResult(agreed.step, agreed.source, agreed.skipped)
         if step is not None and not result:
             raise self._missing_step_error(step, result, sources)

@@ -37,6 +37,7 @@ from .boxes import (
     split_box,
 )
 from .collectives import Transfer
+from .object_checks import cast_remedy, is_castable
 from .pack import LayoutCache, PackImage, PartContents, pack_state, unpack, unpack_part
 from .pack import Shards as PackShards
 from .restore_plan import has_all_names, plan_restore
@@ -50,9 +51,7 @@ from .state_tree import (
     is_dtensor,
     local_tensor,
     map_leaves,
-    parts_of,
     path_name,
-    state_accessor,
     to_plain_values,
 )
 from .tensor_layout import (
@@ -219,7 +218,10 @@ def load_parts(
     else:
         dtensors = extract_shards(to_plain_values(like))[1]
         matched = _match_dtensors(saved, dtensors, _optimizer_parameters(like))
-        tensors = {path: torch.empty_like(dtensor.detach()) for path, dtensor in matched.items()}
+        tensors = {
+            path: torch.empty_like(dtensor.detach(), dtype=dtype_from_name(saved[path].dtype))
+            for path, dtensor in matched.items()
+        }
         targets = _targets(tensors)
     needs = {name: target.box for name, target in targets.items()}
     reads = plan_reads(needs, shards, dict.fromkeys(shards, (0,)), rank=0, own_part=None)
@@ -362,15 +364,6 @@ def _parameter_of(path: StatePath, parameters: Parameters) -> Any:
     return None
 
 
-def _is_plain_tensor(state: Any, path: StatePath) -> bool:
-    """Return True if the tensor at `path` is not inside of an object that has a state dict."""
-    for key in path:
-        if state_accessor(state) is not None:
-            return False
-        state = parts_of(state).get(key)
-    return True
-
-
 # -- restoring on all ranks ------------------------------------------------------------------------
 
 
@@ -405,13 +398,16 @@ class ShardedRestore:
         # By rank: the part whose unsharded values it takes, and the rank that reads them.
         self._rest: list[tuple[int, int]] = []
 
-    def run(self, state: MutableMapping[str, Any], *, strict: bool) -> ReshardedState | None:
+    def run(
+        self, state: MutableMapping[str, Any], *, strict: bool, allow_cast: bool
+    ) -> ReshardedState | None:
         """Restore the shards. Every rank must call this.
 
         Args:
             state: the live state. Its sharded tensors are overwritten once all parts are verified
                 and all ranks know that the saved state matches.
             strict: see `restore.restore_from`.
+            allow_cast: see `restore.restore_from`.
 
         Returns:
             The result; or None, on all ranks, if the state is incomplete or corrupt or cannot be
@@ -425,7 +421,8 @@ class ShardedRestore:
             return None
         rest = require_not_none(self._fetch_rest(), "the part of a rank")
         put, targets, own_reads = self._group.run_on_all(
-            lambda: self._match(rest, state, strict=strict), f"cannot restore step {self._step}"
+            lambda: self._match(rest, state, strict=strict, allow_cast=allow_cast),
+            f"cannot restore step {self._step}",
         )
         rows = self._group.all_gather_json([attrs.astuple(read) for read in own_reads])
         # The order is the same on all ranks: the first remote read of each rank, then the second.
@@ -546,7 +543,12 @@ class ShardedRestore:
         return rest
 
     def _match(
-        self, rest: PartContents, state: MutableMapping[str, Any], *, strict: bool
+        self,
+        rest: PartContents,
+        state: MutableMapping[str, Any],
+        *,
+        strict: bool,
+        allow_cast: bool,
     ) -> tuple[Callable[[], None], dict[str, _Target], list[BoxRead]]:
         """Compare the saved state with the live one, and plan the reads of this rank.
 
@@ -568,12 +570,14 @@ class ShardedRestore:
         matched = _match_dtensors(tensors, dtensors, _optimizer_parameters(state))
         for path, dtensor in matched.items():
             dtype = dtype_from_name(tensors[path].dtype)
-            if dtype != dtensor.dtype and _is_plain_tensor(state, path):
+            is_cast = allow_cast and is_castable(dtensor.dtype, dtype)
+            if dtype != dtensor.dtype and not is_cast:
                 raise StateMismatchError(
-                    f"{format_path(path)} is a sharded tensor of {dtensor.dtype}, and a tensor of "
-                    f"{dtype} was saved"
+                    f"{format_path(path)} is a sharded tensor of {dtype_name(dtensor.dtype)}, and "
+                    f"a tensor of {dtype_name(dtype)} was saved{cast_remedy(dtensor.dtype, dtype)}"
                 )
-        put = plan_restore(state, insert_shards(saved, matched), strict=strict)
+        saved = insert_shards(saved, matched)
+        put = plan_restore(state, saved, strict=strict, allow_cast=allow_cast)
         targets = _targets(matched)
         needs = {name: target.box for name, target in targets.items()}
         meshes = {path_name(path): _mesh_ranks(d.device_mesh) for path, d in matched.items()}

@@ -533,6 +533,7 @@ def restore_from(
     step: int | None = None,
     strict: bool = True,
     if_unusable: IfUnusable = "raise",
+    allow_cast: bool = False,
 ) -> RestoreAgreement:
     """Restore the newest state that is complete over all ranks, on all of them.
 
@@ -561,6 +562,7 @@ def restore_from(
             names are ignored.
         if_unusable: what to do without a `step` if there are checkpoints on disk and no state can
             be used: "raise" raises CheckpointCorruptError, "start_over" changes nothing.
+        allow_cast: convert tensors of floating types to the dtype of the live ones.
 
     Returns:
         The agreement. Its `kind` is empty if there was nothing to restore.
@@ -583,7 +585,7 @@ def restore_from(
             search.begin(node or socket.gethostname(), step)
             while fetched is None and (plan := search.choose()) is not None:
                 fetch = _fetch_sharded if plan.key.num_parts else _fetch_replicated
-                fetched = fetch(search, plan, state, strict=strict)
+                fetched = fetch(search, plan, state, strict=strict, allow_cast=allow_cast)
             if fetched is not None:
                 put, agreement = fetched
                 peers.run_on_all(put, f"failed to restore step {agreement.step}")
@@ -616,9 +618,14 @@ def _no_usable_checkpoint(reasons: Sequence[str]) -> CheckpointCorruptError:
 
 
 def _fetch_sharded(
-    search: StateSearch, plan: RestorePlan, state: MutableMapping[str, Any], *, strict: bool
+    search: StateSearch,
+    plan: RestorePlan,
+    state: MutableMapping[str, Any],
+    *,
+    strict: bool,
+    allow_cast: bool,
 ) -> _Fetched | None:
-    resharded = ShardedRestore(search, plan).run(state, strict=strict)
+    resharded = ShardedRestore(search, plan).run(state, strict=strict, allow_cast=allow_cast)
     if resharded is None:
         return None
     return resharded.put, RestoreAgreement(
@@ -633,7 +640,12 @@ def _fetch_sharded(
 
 
 def _fetch_replicated(
-    search: StateSearch, plan: RestorePlan, state: MutableMapping[str, Any], *, strict: bool
+    search: StateSearch,
+    plan: RestorePlan,
+    state: MutableMapping[str, Any],
+    *,
+    strict: bool,
+    allow_cast: bool,
 ) -> _Fetched | None:
     """Bring the pack of a state that is not sharded to all ranks, and compare it with `state`.
 
@@ -664,7 +676,8 @@ def _fetch_replicated(
 
     def match() -> tuple[Callable[[], None], bool]:
         saved = unpack(require_not_none(pack, "a pack"), copy=False)
-        return plan_restore(state, saved, strict=strict), has_all_names(state, saved)
+        put = plan_restore(state, saved, strict=strict, allow_cast=allow_cast)
+        return put, has_all_names(state, saved)
 
     matched, error = capture_exception(match)
     errors = group.all_gather_errors(error)
