@@ -148,14 +148,15 @@ def restore_saved_stages(folder: Path, has_own_name: bool) -> tuple[list[float],
 
 
 def restore_stages(folder: Path, nodes: list[int], attempt: int) -> dict[str, Any]:
-    state = make_stage(-1.0)
+    state, step, skipped, error = make_stage(-1.0), 0, (), ""
     with manager_on_node(folder, nodes[dist.get_rank()], attempt) as manager:
-        result = manager.restore(state)
-    return {
-        "step": result.step,
-        "skipped": result.skipped,
-        "values": state["w"]["w"].to_local().tolist(),
-    }
+        try:
+            result = manager.restore(state)
+            step, skipped = result.step, result.skipped
+        except (CheckpointError, StateMismatchError) as mismatch:
+            error = str(mismatch)
+    values = state["w"]["w"].to_local().tolist()
+    return {"step": step, "skipped": skipped, "values": values, "error": error}
 
 
 # -- memory and transfers --------------------------------------------------------------------------
