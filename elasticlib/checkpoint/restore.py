@@ -271,8 +271,10 @@ class DiskSource(StateSource):
             if entry is not None and entry.is_unreadable:
                 raise CheckpointUnreadableError(f"{name} {entry.problem}")
             manifest = None if entry is None else entry.manifest
-            if manifest is None or _stored_state(manifest) != stored:
-                raise CheckpointError(f"{name} was replaced or deleted after it was chosen")
+            if manifest is None:
+                raise CheckpointError(f"{name} was deleted after it was chosen")
+            if _stored_state(manifest) != stored:
+                raise CheckpointUnreadableError(f"{name} was replaced after it was chosen")
             self._manifests[stored] = manifest
         return self._manifests[stored]
 
@@ -439,8 +441,8 @@ class StateSearch:
         if newest and (plan is None or plan.key.step < newest.step):
             raise CheckpointError(
                 f"{newest.reason}: it may be intact, so nothing older is restored in its place; "
-                "start again when it can be read, or move its directory away to continue without "
-                f"step {newest.step}"
+                "start the job again when it can be read, or move its directory away to continue "
+                f"without step {newest.step}"
             )
         return plan
 
