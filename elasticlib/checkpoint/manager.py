@@ -636,6 +636,7 @@ class CheckpointManager:
         *,
         strict: bool = True,
         if_unusable: IfUnusable = "raise",
+        allow_cast: bool = False,
     ) -> RestoreResult:
         """Bring the state of all ranks to the newest usable snapshot or checkpoint.
 
@@ -649,11 +650,16 @@ class CheckpointManager:
                 and tensors, as they were saved. They are changed in place, see
                 `restore.restore_from`.
             step: restore this step and no other. Newer steps are not deleted, and the next
-                `restore` without a step uses the newest one.
+                `restore` without a step uses the newest one. The first snapshot after this call
+                replaces the newer steps that are only in memory.
             strict: whether it is an error if only the state, or only the checkpoint, has a name.
+                If false, such names are ignored.
             if_unusable: what to do if there are checkpoints, all of them are damaged, and `step` is
                 not given. "raise" raises CheckpointCorruptError, so that no training starts from
                 the beginning unnoticed and replaces them. "start_over" restores nothing.
+            allow_cast: convert tensors of floating types that were saved with another floating type
+                than those of `state`, such as float32 to bfloat16. Otherwise another dtype is an
+                error. Other types are never converted.
 
         Returns:
             The step and its source. The result is false, and the state is unchanged, if there is
@@ -684,15 +690,16 @@ class CheckpointManager:
         node = rank_info.host if snapshots is None else f"{rank_info.host}:{snapshots.folder}"
         names = check_names(state)
         reject_state_dicts(names)
-        options: Any = {"step": step, "strict": strict, "if_unusable": if_unusable}
-        options["per_rank"] = self._per_rank
+        options: Any = {"strict": strict, "if_unusable": if_unusable, "allow_cast": allow_cast}
+        options |= {"step": step, "per_rank": self._per_rank}
         # A script that restores in inference mode can train on the state all the same.
         with torch.inference_mode(mode=False):
             agreed = restore_from(sources, names, self._group, node=node, **options)
         result = RestoreResult(agreed.step, agreed.source, agreed.skipped)
         if step is not None and not result:
             raise self._missing_step_error(step, result, sources)
-        if snapshots is not None:
+        # The snapshot of a part, or of a step that the caller has chosen, would replace later ones.
+        if snapshots is not None and agreed.is_complete and step is None:
             self._run_exclusively(
                 f"step {agreed.step} is not kept",
                 partial(snapshots.adopt_restored_step, agreed, names),

@@ -124,10 +124,10 @@ def latest_checkpoint(folder: str | os.PathLike[str], pattern: str = "*.pt") -> 
         The path, or None if no file matches.
 
     Raises:
-        CheckpointError: files match, and none of them is intact. If the training started from the
+        CheckpointError: files match, and none of them can be used. If the training started from the
             beginning, it would replace them.
     """
-    newest_error: Exception | None = None
+    errors: list[Exception] = []
     names = [path.name for path in Path(folder).glob(pattern) if not temp_target(path.name)]
     for name in sorted(names, key=_natural_key, reverse=True):
         path = Path(folder, name)
@@ -136,14 +136,18 @@ def latest_checkpoint(folder: str | os.PathLike[str], pattern: str = "*.pt") -> 
                 _verify_data(file, path, _read_file_header(file, path))
         except (CheckpointError, OSError) as error:
             log.warning("skipped a checkpoint: %s", error)
-            newest_error = newest_error or error
+            errors.append(error)
         else:
             return path
-    if newest_error is not None:
+    if errors:
+        # Files that are only of another kind, or cannot be read, may be intact.
+        intact = [error for error in errors if not isinstance(error, CheckpointCorruptError)]
+        advice = "" if intact else ". To start from the beginning, move them away"
+        shown = [*intact, *errors][0]
         raise CheckpointError(
             f"none of the {len(names)} files {pattern} in {os.fspath(folder)} is a complete "
-            f"checkpoint: {newest_error}. To start from the beginning, move them away"
-        ) from newest_error
+            f"checkpoint: {shown}{advice}"
+        ) from shown
     return None
 
 

@@ -399,6 +399,13 @@ class GlobalPositionIterable:
         """
         self.progress.load(state, on_mismatch)
 
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise the StateMismatchError that `load_state_dict` would raise. Change nothing.
+
+        `CheckpointManager.restore` calls it before it changes anything.
+        """
+        resume(state, self.position)
+
 
 def _warn(message: str) -> None:
     """Issue a warning, if there is a message, for the line that called the sampler's method."""

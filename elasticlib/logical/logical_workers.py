@@ -253,6 +253,10 @@ class LogicalWorkers:
                 f"here and in the state, {difference}: the weights would be different"
             )
 
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Check `state` as `load_state_dict` does, before a restore changes anything."""
+        self.load_state_dict(state)
+
     def _trained_parameters(self) -> dict[str, Tensor]:
         named = self.model.named_parameters()
         return {name: parameter for name, parameter in named if parameter.requires_grad}

@@ -91,6 +91,24 @@ def restore(folder: Path, sizes: MeshSizes, nodes: list[int]) -> dict[str, Any]:
     }
 
 
+def restore_part_and_later_all(folder: Path, sizes: MeshSizes, nodes: list[int]) -> dict[str, Any]:
+    """Restore one value of the state, restart, and restore the complete state."""
+    state = make_state(sizes, fresh=True)
+    node = nodes[dist.get_rank()]
+    with manager_on_node(folder, node, 2) as manager:
+        part = manager.restore({"own": -1}, strict=False)
+        part_snapshots = sorted(path.name for path in (folder / f"node{node}" / "2").iterdir())
+    dist.barrier()
+    with manager_on_node(folder, node, 3) as manager:
+        result = manager.restore(state)
+    expected = json.loads((folder / "bits").read_text())
+    return {
+        "steps": (part.step, result.step),
+        "kept": part_snapshots,
+        "right": shared_bits(state) == expected,
+    }
+
+
 # -- tensors of one name in two pipeline stages ----------------------------------------------------
 
 
@@ -130,14 +148,15 @@ def restore_saved_stages(folder: Path, has_own_name: bool) -> tuple[list[float],
 
 
 def restore_stages(folder: Path, nodes: list[int], attempt: int) -> dict[str, Any]:
-    state = make_stage(-1.0)
+    state, step, skipped, error = make_stage(-1.0), 0, (), ""
     with manager_on_node(folder, nodes[dist.get_rank()], attempt) as manager:
-        result = manager.restore(state)
-    return {
-        "step": result.step,
-        "skipped": result.skipped,
-        "values": state["w"]["w"].to_local().tolist(),
-    }
+        try:
+            result = manager.restore(state)
+            step, skipped = result.step, result.skipped
+        except (CheckpointError, StateMismatchError) as mismatch:
+            error = str(mismatch)
+    values = state["w"]["w"].to_local().tolist()
+    return {"step": step, "skipped": skipped, "values": values, "error": error}
 
 
 # -- memory and transfers --------------------------------------------------------------------------

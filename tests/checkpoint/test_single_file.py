@@ -168,6 +168,17 @@ def test_latest_raises_if_there_are_files_and_none_is_a_complete_checkpoint(tmp_
     assert latest_checkpoint(tmp_path, "epoch-*.pt") is None
 
 
+def test_latest_advises_to_start_from_the_beginning_only_if_all_files_are_damaged(tmp_path):
+    for name in ("step-2.pt", "step-1.pt"):
+        (tmp_path / name).write_bytes(b"PK")
+    with pytest.raises(CheckpointError, match="To start from the beginning, move them away"):
+        latest_checkpoint(tmp_path)
+    torch.save({}, tmp_path / "step-1.pt")
+    with pytest.raises(CheckpointError, match=r"step-1\.pt is a zip archive") as error:
+        latest_checkpoint(tmp_path)
+    assert "from the beginning" not in str(error.value)
+
+
 def test_partial_files_are_never_the_latest_and_the_next_save_removes_them(tmp_path):
     save_checkpoint(tmp_path / "step-1.pt", 1)
     data = (tmp_path / "step-1.pt").read_bytes()
