@@ -158,6 +158,17 @@ def test_run_whose_node_has_not_joined_yet_is_shown_as_starting(
         assert output.err == ""
         assert "job: RENDEZVOUS" in output.out
         assert "reason: its agents are starting" in output.out
+        assert main(["stop", "job"]) == 4
+        assert capsys.readouterr().err == (
+            "elasticlib stop: no node of run 'job' is alive: its agents have not joined yet, because "
+            "they import the modules that the workers need, or they have left\n"
+        )
+        store = str(tmp_path / "store")
+        assert main(["status", store, "--rdzv-backend", "file"]) == 4
+        assert capsys.readouterr().err == (
+            f"elasticlib status: the store at {store} holds no job: its agents have not joined yet, "
+            "because they import the modules that the workers need, or they have left\n"
+        )
     assert main(["status"]) == 4
     assert "job: terminated unexpectedly (killed?)" in capsys.readouterr().out
 
