@@ -17,6 +17,7 @@ from typing import Protocol
 
 from ..endpoint import join_endpoint
 from ..errors import RendezvousError
+from ..numpy_warning import missing_numpy_ignored
 from ..threads import daemon_thread
 
 IMPORT_TIMEOUT_S = 60.0  # importing torch from a cold disk can take this long
@@ -109,7 +110,7 @@ def import_torch() -> threading.Thread:
     """
 
     def work() -> None:
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception), missing_numpy_ignored():
             import torch.distributed  # noqa: F401
 
     thread = daemon_thread(work, "rendezvous-import")
