@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ..endpoint import join_endpoint
-from ..errors import RendezvousError
+from ..errors import RendezvousError, open_files_hint
 from ..numpy_warning import missing_numpy_ignored
 from ..threads import daemon_thread
 
@@ -156,7 +156,11 @@ class BootstrapStoreServer:
         address = address if proxy is None else "127.0.0.1"
         try:
             store = self._open_store(address)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # torch's DistStoreError is a RuntimeError
+            if hint := open_files_hint():
+                raise RendezvousError(f"cannot serve torch's store: {hint}") from error
+            if not isinstance(error, OSError):
+                raise
             raise RendezvousError(
                 f"cannot serve torch's store at {address}, this node's own address: {error}; "
                 "give the node another one (--local-addr)"
