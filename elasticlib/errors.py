@@ -6,14 +6,10 @@ LeaseLostError it writes the lease again, and after RendezvousClosedError the no
 
 from __future__ import annotations
 
-import errno
-import os
-import resource
 from collections.abc import Collection, Iterable, Mapping
 from typing import TypeVar
 
 T = TypeVar("T")
-FREE_FILES = 16  # with fewer files left, a library may be unable to open those that it needs
 
 
 class ElasticError(Exception):
@@ -127,25 +123,7 @@ def format_error(error: BaseException) -> str:
         text = str(error)
     except Exception as cause:  # A class of the user's may have a faulty `__str__`.
         text = f"(its message cannot be shown: {type(cause).__name__})"
-    if isinstance(error, OSError) and error.errno == errno.EMFILE:
-        text = "; ".join(filter(None, (text, open_files_hint())))
     return text if isinstance(error, ElasticError) else f"{type(error).__name__}: {text}"
-
-
-def open_files_hint() -> str:
-    """Return the limit of open files with the remedy if this process has nearly reached it, or "".
-
-    Libraries report that no file could be opened in words of their own, such as torch's "Failed to
-    init uv loop". What they had opened by then is closed again, so a few files are free.
-    """
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        used = len(os.listdir("/proc/self/fd"))
-    except OSError:  # not even this directory can be opened
-        used = limit
-    if limit == resource.RLIM_INFINITY or limit - used >= FREE_FILES:
-        return ""
-    return f"this process may have {limit} open files (ulimit -n), and has {used}: raise the limit"
 
 
 def wrapper_hint(names: Collection[object], saved: object) -> str:

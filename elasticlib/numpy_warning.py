@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
+from typing import cast
 
 
 @contextlib.contextmanager
@@ -16,10 +17,11 @@ def missing_numpy_ignored() -> Iterator[None]:
     """
     message = "Failed to initialize NumPy: No module named 'numpy'"
     warnings.filterwarnings("ignore", message, UserWarning)
-    added = warnings.filters[0]
+    filters = cast("list[object]", warnings.filters)
+    added = filters[0]
     try:
         yield
     finally:
         # Only this filter is removed, because the modules that were imported may have added others.
         with contextlib.suppress(ValueError):
-            warnings.filters.remove(added)
+            filters.remove(added)

@@ -201,10 +201,10 @@ class _Handler(BaseHTTPRequestHandler):
         super().setup()
         self._deadline = monotonic() + self.server.client_timeout_s  # for request and response
         self.rfile = io.BytesIO(_read_request(self.connection, self._deadline))
-        self.wfile = io.BytesIO()
+        self.wfile = self._response = io.BytesIO()
 
     def finish(self) -> None:
-        response = self.wfile.getvalue()
+        response = self._response.getvalue()
         super().finish()
         self.connection.settimeout(_left_s(self._deadline))
         self.connection.sendall(response)  # the time-out applies to the whole of its data

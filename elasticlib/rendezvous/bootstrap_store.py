@@ -16,8 +16,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ..endpoint import join_endpoint
-from ..errors import RendezvousError, open_files_hint
+from ..errors import RendezvousError
 from ..numpy_warning import missing_numpy_ignored
+from ..open_files import open_files_hint
 from ..threads import daemon_thread
 
 IMPORT_TIMEOUT_S = 60.0  # importing torch from a cold disk can take this long
