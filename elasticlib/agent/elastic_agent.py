@@ -217,10 +217,10 @@ class ElasticAgent:
         self._inbox: deque[tuple[int | None, InboxMessage]] = deque()
         self._reporter = RunReporter(self._host, workers, journal, clock)
         self._slots = SlotReporter(handler, workers, spec.local_world_size)
-        self._peers = PeerExchange(self._post, self._post_failure, clock)
+        self._peers = PeerExchange(self._post, self.fail, clock)
         self._stopper = GroupStopper(workers, stop_timeouts or StopTimeouts(), self._options, clock)
         self._blocking_handler = BlockingHandlerThread(
-            handler, monitor_interval, self._post_for_attempt, self._post_failure
+            handler, monitor_interval, self._post_for_attempt, self.fail
         )
 
         # State of the event loop. No other thread changes it.
@@ -296,6 +296,14 @@ class ElasticAgent:
         """
         self._post(RestartRequest(source, generation))
 
+    def fail(self, reason: str) -> None:
+        """Make this node stop its workers and fail, because it cannot continue. Thread-safe.
+
+        Args:
+            reason: why, as one sentence; it becomes the reason of the result.
+        """
+        self._post(policy.ComponentFailed(reason))
+
     def record_control(self, action: str, by: str) -> None:
         """Log and record as an event that an operator has requested an action. Thread-safe.
 
@@ -328,9 +336,6 @@ class ElasticAgent:
     def _post_for_attempt(self, attempt: int, message: AttemptMessage) -> None:
         self._inbox.append((attempt, message))
         self._loop.wake()
-
-    def _post_failure(self, reason: str) -> None:
-        self._post(policy.ComponentFailed(reason))
 
     # -- the run ------------------------------------------------------------------------------
 
@@ -666,7 +671,7 @@ class ElasticAgent:
         if not self._is_prepared or self._needs_check:
             work = partial(self._prepare, callback, self._is_prepared)
             self._check_end = Latch() if self._needs_check else None
-            daemon_thread(work, "agent-prepare", self._post_failure).start()
+            daemon_thread(work, "agent-prepare", self.fail).start()
             return
         if self._slots.should_prestart(self._info):
             self._react(policy.PeersStillTraining(self._all_local_ranks))
@@ -857,7 +862,7 @@ class ElasticAgent:
             stacks = self.workers.dump_stacks(self.workers.running(), save=True)
             self._post_for_attempt(attempt, StacksDumped(stacks))
 
-        daemon_thread(dump, "agent-stacks", self._post_failure).start()
+        daemon_thread(dump, "agent-stacks", self.fail).start()
 
     # -- the end of the run -------------------------------------------------------------------
 

@@ -160,6 +160,8 @@ def run_node(
             snapshot_service=snapshot_service,
             journal=journal,
         )
+        if rendezvous.own_server is not None:
+            rendezvous.own_server.report_failure_to(agent.fail)
         server.start(agent, journal)
         signals.forward_to(agent.handle_signal)
         on_start(agent)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -78,7 +79,7 @@ class FileSource(NoticeSource):
     poll_interval = FILE_POLL_INTERVAL_S
 
     def __init__(self, path: str) -> None:
-        self._path = Path(path)
+        self._path = Path(os.path.expanduser(path))
 
     def poll(self) -> PreemptionNotice | None:
         try:

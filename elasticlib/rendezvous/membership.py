@@ -78,8 +78,12 @@ class RendezvousTimeouts:
                 f"got keep_alive_interval={self.keep_alive_interval:g} s and "
                 f"lease_ttl={self.lease_ttl:g} s"
             )
-        if self.loop_timeout <= 0:
-            raise ConfigError(f"loop_timeout must be above 0 seconds, got {self.loop_timeout:g}")
+        for name in ("join_timeout", "close_timeout", "loop_timeout"):
+            if not getattr(self, name) > 0:
+                value = getattr(self, name)
+                raise ConfigError(f"{name} must be above 0 seconds, got {value:g}")
+        if not self.store_grace >= 0:
+            raise ConfigError(f"store_grace must be at least 0 seconds, got {self.store_grace:g}")
 
 
 @attrs.frozen

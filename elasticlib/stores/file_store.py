@@ -347,7 +347,7 @@ class FileStore(Store, ForkAware):
     def __init__(self, folder: str | os.PathLike[str], *, timeout: float = 60.0) -> None:
         if not timeout > 0:
             raise ConfigError(f"timeout must be a positive number of seconds, got {timeout}")
-        self._path, self._timeout = Path(folder), timeout
+        self._path, self._timeout = Path(os.path.expanduser(folder)), timeout
         self._closed = threading.Event()  # set by `close`
         self._check_process()
 

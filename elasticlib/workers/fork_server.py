@@ -28,6 +28,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
+from ..numpy_warning import missing_numpy_ignored
 from .supervisor_protocol import (
     MAX_REASON_CHARS,
     NUM_DESCRIPTORS,
@@ -78,7 +79,9 @@ def serve(first: int, second: int, directory: str, preload: Sequence[str]) -> li
     dispositions = _ignore_worker_signals()
     server = _ForkServer(socket.socket(fileno=first), socket.socket(fileno=second), dispositions)
     # An error in the user's modules is reported before torch is imported, which takes seconds.
-    problem = _import_preload(directory, preload) or _fork_safety_error() or _import_modules(TORCH)
+    with missing_numpy_ignored():
+        problem = _import_preload(directory, preload) or _fork_safety_error()
+        problem = problem or _import_modules(TORCH)
     server.report_ready(problem)
     job = server.answer_requests()
     _rename_process(process_name)

@@ -30,7 +30,7 @@ class RunDir:
     ) -> None:
         self._supervisor = supervisor
         # The path is absolute because workers may change their working directory.
-        self._log_dir = None if log_dir is None else os.path.abspath(log_dir)
+        self._log_dir = None if log_dir is None else os.path.abspath(os.path.expanduser(log_dir))
         self._run_id = run_id
         self.kept = kept
         self._path: Path | None = None  # once the directory has been created
@@ -57,12 +57,14 @@ class RunDir:
             safe = self._run_id.replace(os.sep, "_")
             return tempfile.mkdtemp(prefix=f"{safe}_", dir=self._log_dir)
         except OSError as error:
+            # `tempdir` is None if no directory is usable.
+            where = self._log_dir or tempfile.tempdir or os.environ.get("TMPDIR") or "/tmp"
             name = "TMPDIR" if self._log_dir is None else "log_dir (--log-dir)"
             other = " (or set log_dir, --log-dir)" if self._log_dir is None else ""
             raise ConfigError(
-                "cannot create the log directory of this run in "
-                f"{self._log_dir or tempfile.tempdir!r}: {error.strerror}; {name} must name a "
-                f"directory that exists and is writable for as long as the job runs{other}"
+                f"cannot create the log directory of this run in {where!r}: {error.strerror}; "
+                f"{name} must name a directory that exists and is writable for as long as the job "
+                f"runs{other}"
             ) from error
 
     @property

@@ -101,7 +101,19 @@ def _set_process_title(*command: str) -> None:
 
 def _prepend_sys_path(directory: str) -> None:
     if not getattr(sys.flags, "safe_path", False):
-        sys.path.insert(0, directory)
+        _insert_path(directory)
+
+
+def _insert_path(path: str) -> None:
+    """Put the directory or archive of the program in front of the import path.
+
+    A program may have a module `attr` of its own. elasticlib has imported that of attrs, which has
+    the same name and which torch and Python do not import. elasticlib itself imports `attrs`, which
+    stays imported together with the submodules of `attr`.
+    """
+    sys.path.insert(0, path)
+    if importlib.machinery.PathFinder.find_spec("attr", [path]) is not None:
+        sys.modules.pop("attr", None)
 
 
 def _run_script(main: types.ModuleType, path: str, args: tuple[str, ...]) -> None:
@@ -109,7 +121,7 @@ def _run_script(main: types.ModuleType, path: str, args: tuple[str, ...]) -> Non
     _set_process_title(path, *args)
     if pkgutil.get_importer(path) is not None:
         # A directory or an archive with a __main__ module.
-        sys.path.insert(0, path)
+        _insert_path(path)
         runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]
         return
     _prepend_sys_path(os.path.dirname(os.path.realpath(path)))

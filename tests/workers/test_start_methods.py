@@ -415,3 +415,19 @@ def test_preload_that_cannot_be_imported_is_rejected(
             runner.start_next(Script(str(script)))
     finally:
         runner.workers.close()
+
+
+def test_program_imports_its_own_module_attr_as_under_python(
+    forkserver: EntrypointRunner, spawn: EntrypointRunner, tmp_path: Path
+) -> None:
+    (tmp_path / "attr.py").write_text("NAME = 'of the program'\n")
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import attr, elasticlib\n"
+        "print(attr.NAME, elasticlib.context().should_stop())\n"
+        "from elasticlib import LaunchConfig\n"
+        "print(LaunchConfig().max_nodes)\n"
+    )
+    for runner in (spawn, forkserver):
+        result = runner.run(Script(str(script)))
+        assert (result.out, result.err) == ("of the program None\n1\n", "")
