@@ -281,7 +281,7 @@ def _saved_tensors(paths: Iterable[StatePath], shards: Shards) -> dict[StatePath
         CheckpointCorruptError: no part has a shard of one of the tensors.
     """
     tensors = shards_by_tensor(shards)
-    saved = {}
+    saved: dict[StatePath, _SavedTensor] = {}
     for path in paths:
         if path_name(path) not in tensors:
             raise CheckpointCorruptError(f"{format_path(path)} is in none of its parts")
@@ -308,7 +308,7 @@ def _reject_ambiguous_tensors(
     """Raise StateMismatchError if the ranks have saved different tensors under one name."""
     others = shards_by_tensor(shards).keys() - {path_name(path) for path in saved}
     names = multi_mesh_tensors(shards)
-    digests = {}
+    digests: dict[tuple[int, int], str] = {}
     for part in shards if names and not others else ():
         digests |= _digest_shards(part, read(part), shards[part], names)
     if ambiguous := others | different_tensors(shards, digests):
