@@ -444,9 +444,9 @@ class Supervisor:
                 self._unclean.append((server.pid, server.start_ticks, None))
                 self._servers.remove(server)
         if self._cleaner_pid:
-            pid, status = os.waitpid(self._cleaner_pid, os.WNOHANG)
+            pid, exit_status = os.waitpid(self._cleaner_pid, os.WNOHANG)
             if pid:
-                self._on_cleaner_exit(status)
+                self._on_cleaner_exit(exit_status)
 
     def _on_cleaner_exit(self, status: int) -> None:
         sessions, self._being_cleaned, self._cleaner_pid = self._being_cleaned, [], 0
