@@ -193,21 +193,14 @@ class DigestExchange:
         return self._store is not None and self.world_size > 1
 
     def put(self, number: int, digest: StateDigest) -> None:
-        """Publish this rank's digest for a save. The digests of the last two saves are kept."""
+        """Publish this rank's digest for a save. The digests of the last two saves are kept.
+
+        A TCP store does not answer, so this does not wait for its host.
+        """
         try:
             self._store.set(self._key(number, self.rank), _NUMBER.pack(number) + digest.table)
-            if self.rank:
-                self._store.add(self._counter(number), 1)
         except (RuntimeError, NotImplementedError) as lost:
             self._give_up(lost)
-
-    def num_arrived(self, number: int) -> int:
-        """Return how many ranks other than 0 have published their digests for a save."""
-        try:
-            return int(self._store.add(self._counter(number), 0)) if self.is_needed else 0
-        except (RuntimeError, NotImplementedError) as lost:
-            self._give_up(lost)
-            return 0
 
     def read(self, number: int, rank: int) -> bytes | None:
         """Return the table of a rank's digest for a save, or None if it is not there."""
@@ -222,10 +215,6 @@ class DigestExchange:
         is_same = _NUMBER.unpack_from(value)[0] == number
         return value[_NUMBER.size :] if is_same else None
 
-    def delete_counter(self, number: int) -> None:
-        """Delete the count of the digests for an old save."""
-        self._store.delete_key(self._counter(number))
-
     def _give_up(self, lost: Exception) -> None:
         log.info("cannot compare the states of the ranks through their store: %s", lost)
         self._store = None
@@ -234,9 +223,6 @@ class DigestExchange:
         # Each rank overwrites its key of the save before the last one. A rank that is one save
         # ahead of rank 0 does not overwrite what rank 0 has not read.
         return f"{self._prefix}/digests/{rank}/{number % 2}"
-
-    def _counter(self, number: int) -> str:
-        return f"{self._prefix}/{number}/digests"
 
 
 class RankComparison:
@@ -267,20 +253,19 @@ class RankComparison:
             raise error
 
     def find_difference(self, *, is_durable: bool) -> StatesDifferError | None:
-        """Compare the digests that have arrived since the last call. This never waits.
+        """Compare the digests that have arrived since the last call. This never waits for a rank.
 
         Args:
             is_durable: whether the checkpoint has been committed already.
         """
-        num_compared = self._exchange.world_size - 1 - len(self._waiting)
-        if not self._waiting or self._exchange.num_arrived(self._number) <= num_compared:
-            return None
         for rank in sorted(self._waiting):
             table = self._exchange.read(self._number, rank)
             if table is not None:
                 self._waiting.discard(rank)
                 if paths := self._digest.find_difference(table):
                     return difference_error(self._step, rank, paths, is_durable=is_durable)
+            elif is_durable:
+                break  # The training waits for this call, and perhaps only rank 0 saves.
         return None
 
 

@@ -464,7 +464,6 @@ class SaveResults:
         if (old := number - NUM_STORED_RESULTS) > 0:
             self.store.delete_key(self._key(old))
             self.store.delete_key(self._decision_key(old))
-            self.digests.delete_counter(old)
 
     def _key(self, number: int) -> str:
         return f"{self._prefix}/{number}"

@@ -14,7 +14,8 @@ from elasticlib import CheckpointManager, ElasticDistributedSampler
 from elasticlib.launch.cli import main
 
 _, BLOCKS = read_page("guide/checkpoints.md")
-PROGRAM, HANDLE, GOING_ON, EXPORT = (code for language, code in BLOCKS if language == "python")
+PYTHON = [code for language, code in BLOCKS if language == "python"]
+PROGRAM, HANDLE, GOING_ON, BY_RANK, SEEDING, EXPORT = PYTHON
 
 
 def test_program_runs_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,6 +41,26 @@ def test_program_runs_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert names["found"].step == 1300
     assert torch.equal(names["loaded"]["model"]["bias"], model.bias)
     assert manager.steps(pinned_only=True) == [1300]
+
+
+def test_a_generator_continues_where_it_was_or_is_seeded_at_each_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"torch": torch, "CheckpointManager": CheckpointManager, "state": {}}
+    exec(BY_RANK, names)
+    manager, state = names["manager"], names["state"]
+    with manager:
+        manager.save(1, state).wait()
+        expected = torch.rand(3)
+        assert manager.restore(state).step == 1
+        assert torch.equal(torch.rand(3), expected)
+    drawn = []
+    for step, rank in ((5, 1), (5, 1), (5, 0), (6, 1)):
+        exec(SEEDING, {"torch": torch, "step": step, "rank": rank})
+        drawn.append(float(torch.rand(1)))
+    assert drawn[0] == drawn[1]
+    assert len({*drawn}) == 3
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # DCP warns that it runs in one process.
