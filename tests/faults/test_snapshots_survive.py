@@ -5,6 +5,7 @@ No file is left in shared memory.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import struct
@@ -12,10 +13,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from hosts import Cluster, Host
 from jobs import PROGRAMS, Job, Node, generation_of, is_alive
 
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint import snapshot_slots
+from elasticlib.dir_lock import is_locked
 from elasticlib.testing.waiting import wait_until
 
 pytestmark = pytest.mark.faults
@@ -149,3 +152,52 @@ def test_the_last_snapshot_of_a_killed_node_survives_on_its_peer_and_its_memory_
         r"DRAINED: received SIGUSR2; the snapshot of step 9 was not written to .*disk"
     )
     assert not Path(remaining["memory"]).exists()
+
+
+def start_container(host: Host, job: Job, name: str) -> Node:
+    """Start a job of one node in a PID namespace of its own, which shares `/dev/shm` of the host.
+
+    Its worker takes three snapshots, and waits for a file with the name `finish`. If the process of
+    the node is killed, the kernel kills all processes of the namespace with it.
+    """
+    enter = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+    folder = job.folder / name
+    folder.mkdir()
+    (folder / "permit").write_text("3")
+    agent = (*LAUNCH, *QUICK, "--standalone", WORKER, str(folder), "paced")
+    return host.start(name, *enter, *agent)
+
+
+def snapshot_dir_of(job: Job, name: str) -> Path:
+    """Return the directory of snapshots on the host that the worker of a container has reported."""
+
+    def find_report() -> list[Path]:
+        return list((job.folder / name).glob("report.*.json"))
+
+    (report,) = wait_until("a report", find_report, details=lambda: job.logs)
+    return Path(json.loads(report.read_text())["memory"])
+
+
+def test_a_node_removes_what_a_killed_one_has_left_and_nothing_of_a_running_one(
+    cluster: Cluster, job: Job
+) -> None:
+    host = cluster.add_host()
+    shared = Path(f"/proc/{host.namespaces.pid}/root")
+    nodes, memory = {}, {}
+    for name in ("running", "killed"):
+        nodes[name] = start_container(host, job, name)
+        memory[name] = shared / snapshot_dir_of(job, name).relative_to("/")
+        wait_until("a snapshot", lambda name=name: snapshot_slots.list_snapshots(memory[name]))
+    nodes["killed"].kill()
+    wait_until("its processes to end", lambda: not is_locked(memory["killed"]))
+    assert snapshot_slots.list_snapshots(memory["killed"])
+    nodes["later"] = start_container(host, job, "later")
+    left = memory.pop("killed").name
+    nodes["later"].wait_for_log(rf"removed .* that killed agents have left: .*{left}")
+    memory["later"] = shared / snapshot_dir_of(job, "later").relative_to("/")
+    assert set((shared / "dev/shm").iterdir()) == set(memory.values())
+    assert snapshot_slots.list_snapshots(memory["running"])
+    for name in memory:
+        (job.folder / name / "finish").touch()
+        assert nodes[name].exit_code() == 0
+    assert not list((shared / "dev/shm").iterdir())
