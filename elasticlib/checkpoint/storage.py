@@ -96,6 +96,11 @@ class CheckpointStorage(abc.ABC):
     def list_folders(self) -> list[str]:
         """Return the names of the subdirectories. The list is empty if the directory is missing."""
 
+    def is_link(self, folder: str) -> bool:
+        """Return whether a subdirectory is a link, behind which nothing may be deleted."""
+        del folder
+        return False
+
     @abc.abstractmethod
     def list_files(self, folder: str) -> dict[str, int]:
         """Return the size in bytes of each file in a subdirectory, by the name of the file.
@@ -109,6 +114,7 @@ class CheckpointStorage(abc.ABC):
 
         Raises:
             FileTooLargeError: the file has more than `MAX_SMALL_FILE_BYTES`.
+            IrregularFileError: a pipe, a device or a directory has this name.
         """
 
     @abc.abstractmethod
@@ -230,6 +236,9 @@ class LocalStorage(CheckpointStorage):
         except FileNotFoundError:
             return []
 
+    def is_link(self, folder: str) -> bool:
+        return os.path.islink(self._path(folder))
+
     def list_files(self, folder: str) -> dict[str, int]:
         sizes = {}
         with contextlib.suppress(FileNotFoundError), os.scandir(self._path(folder)) as entries:
@@ -241,12 +250,13 @@ class LocalStorage(CheckpointStorage):
 
     def read(self, name: str) -> bytes | None:
         try:
-            with open(self._path(name), "rb") as file:
-                size = os.fstat(file.fileno()).st_size
+            with open_regular_file(self._path(name), follow_link=True) as handle:
+                size = os.fstat(handle).st_size
                 if size > MAX_SMALL_FILE_BYTES:
                     limit = MAX_SMALL_FILE_BYTES
                     raise FileTooLargeError(f"{name} has {size} bytes, which is more than {limit}")
-                return file.read(size)
+                with open(handle, "rb", closefd=False) as file:
+                    return file.read(size)
         except FileNotFoundError:
             return None
 
@@ -258,8 +268,8 @@ class LocalStorage(CheckpointStorage):
         start: int = 0,
         on_chunk: OnChunk = ignore_chunk,
     ) -> int:
-        with open(self._path(name), "rb", buffering=0) as file:
-            return read_handle_into(file.fileno(), buffer, start, on_chunk)
+        with open_regular_file(self._path(name), follow_link=True) as handle:
+            return read_handle_into(handle, buffer, start, on_chunk)
 
     def write(self, name: str, data: memoryview) -> Checksum:
         path = self._path(name)

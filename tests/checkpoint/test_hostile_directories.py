@@ -18,8 +18,8 @@ import pytest
 import torch
 from ranks import Ranks
 
-from elasticlib import CheckpointManager
-from elasticlib.checkpoint.catalog import MANIFEST_NAME, append_checksum, folder_of
+from elasticlib import CheckpointManager, latest_checkpoint, save_checkpoint
+from elasticlib.checkpoint.catalog import MANIFEST_NAME, Selection, append_checksum, folder_of
 from elasticlib.checkpoint.storage import MAX_SMALL_FILE_BYTES
 from elasticlib.errors import CheckpointError
 from elasticlib.launch.cli import main
@@ -141,14 +141,26 @@ def run_as_other_user(act: Callable[[], object]) -> Any:
 
     The child is a fork, because the other user may not be able to start this interpreter.
     """
+
+    def act_as_other_user() -> object:
+        os.setgroups([])
+        os.setgid(OTHER_USER)
+        os.setuid(OTHER_USER)
+        return act()
+
+    return run_in_child(act_as_other_user)
+
+
+def run_in_child(act: Callable[[], object]) -> Any:
+    """Return what `act` returns in a child process, or its CheckpointError's text.
+
+    The result is "nothing for a minute" if `act` does not return.
+    """
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
         try:
             torch.set_num_threads(1)
-            os.setgroups([])
-            os.setgid(OTHER_USER)
-            os.setuid(OTHER_USER)
             try:
                 result = act()
             except CheckpointError as error:
@@ -202,6 +214,54 @@ def test_a_fence_of_4_tib_is_replaced_when_the_folder_is_claimed(tmp_path: Path)
     extend_to_4_tib(tmp_path / "fence.json")
     assert read_and_save(tmp_path) == [1, 1.0, (), 1, 1.0, [1], [], [1, 3]]
     assert (tmp_path / "fence.json").stat().st_size < MAX_SMALL_FILE_BYTES
+
+
+@pytest.mark.parametrize("replace", [os.mkfifo, os.mkdir])
+def test_a_pipe_or_directory_in_the_place_of_a_file_blocks_nothing(
+    tmp_path: Path, replace: Callable[[Path], None]
+) -> None:
+    save(tmp_path / "a", 1, 2)
+    save(tmp_path / "b", 1, 2)
+    (data,) = step_folder(tmp_path / "a", 2).glob("*.pack")
+    for path in (data, step_folder(tmp_path / "b", 2) / MANIFEST_NAME):
+        path.unlink()
+        replace(path)
+        folder = path.parent.parent
+        step, value, (reason,), *rest = run_in_child(lambda folder=folder: read_and_save(folder))
+        assert (step, value, rest) == (1, 1.0, [1, 1.0, [1], [2], [1, 3]])
+        assert "step-0000000002 is corrupt: " in reason
+        assert path.name in reason
+    files = tmp_path / "files"
+    save_checkpoint(files / "1.pt", state(1))
+    replace(files / "2.pt")
+    assert run_in_child(lambda: str(latest_checkpoint(files))) == str(files / "1.pt")
+
+
+def test_a_fence_that_is_a_pipe_is_replaced_when_the_folder_is_claimed(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    fence = tmp_path / "fence.json"
+    fence.unlink()
+    os.mkfifo(fence)
+    assert run_in_child(lambda: read_and_save(tmp_path)) == [1, 1.0, [], 1, 1.0, [1], [], [1, 3]]
+    assert fence.is_file()
+
+
+def test_nothing_is_deleted_behind_a_link_that_an_operator_has_left(tmp_path: Path) -> None:
+    folder, archive = tmp_path / "checkpoints", tmp_path / "archive"
+    save(folder, 1, 2)
+    step_folder(folder, 1).rename(archive)
+    step_folder(folder, 1).symlink_to(archive)
+    (archive / ".manifest.json.00000000.partial").touch()  # a save that was interrupted
+    before = sorted(os.listdir(archive))
+    with CheckpointManager(folder, keep_last=1) as manager:
+        assert manager.restore(state(0)).step == 2
+        manager.save(3, state(3))
+        manager.wait()
+        assert manager.steps() == [1, 3]
+        assert manager.prune() == Selection((1, 3), ())
+        assert float(manager.load(1)["w"][0]) == 1.0
+    assert step_folder(folder, 1).readlink() == archive
+    assert sorted(os.listdir(archive)) == before
 
 
 @pytest.mark.parametrize("is_in_manifest", [True, False])
