@@ -45,7 +45,7 @@ from .save_handle import LocalSave, RemoteSave, SaveHandle, SaveResults, Skipped
 from .snapshot_slots import MappedSlot, SnapshotSlots
 from .snapshot_source import SnapshotSource, snapshot_location
 from .state_tree import FlatState, flatten, reject_state_dicts
-from .storage import CheckpointStorage, FsspecStorage, LocalStorage, open_storage
+from .storage import CheckpointStorage, FsspecStorage, LocalStorage, open_storage, resolve_location
 from .tensor_layout import MapLocation
 
 log = logging.getLogger("elasticlib.checkpoint")
@@ -135,7 +135,8 @@ class CheckpointManager:
 
         Args:
             folder: a path, an fsspec URL, or a storage of your own. All nodes must reach the same
-                directory, which belongs to the job.
+                directory, which belongs to the job. In a path, `~` is the home directory; a
+                relative path is one of the current working directory.
             keep_last: how many of the newest checkpoints are kept.
             keep_every: also keep steps that are a multiple of this; 0: none.
             group: the ranks that share the state. The default is the default process group. Each
@@ -148,7 +149,8 @@ class CheckpointManager:
         """Seconds for which the last `save` or `snapshot` blocked the training."""
         self.last_durable_s: float | None = None
         """Seconds from the call of the last finished save until it was durable, or None."""
-        self._folder, self._group = folder, group
+        # The script may change its working directory before the first save.
+        self._folder, self._group = resolve_location(folder), group
         self._name = folder.name if isinstance(folder, CheckpointStorage) else os.fspath(folder)
         self._retention = Retention(keep_last, keep_every)
         self._layouts = LayoutCache()
@@ -788,7 +790,7 @@ class CheckpointManager:
         return SnapshotSource(
             location,
             # Several managers of one program have different snapshots.
-            name=f"state-{zlib.crc32(self._name.encode()):08x}",
+            name=f"state-{zlib.crc32(os.fsencode(self._name)):08x}",
             rank=rank_info.rank,
             world_size=rank_info.world_size,
             writes=self._group is not None or rank_info.local_rank == 0,

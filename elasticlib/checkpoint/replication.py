@@ -16,7 +16,7 @@ random token in the generation's store. A sender opens one TCP stream to each of
     proof                          ->
 
     and for each snapshot:
-    page with the header           ->
+    pages with the header          ->
                                    <-     reply: accepted, or the reason of the refusal
     data, CRC-32 of the data       ->
                                    <-     reply: stored, or the reason of the refusal
@@ -157,7 +157,7 @@ def endpoint_key(exchange_prefix: str, rank: int) -> str:
 
 # -- the stream ------------------------------------------------------------------------------------
 
-_MAGIC = b"ELREPL4\n"
+_MAGIC = b"ELREPL5\n"
 _HELLO = struct.Struct(f">8sI{NONCE_BYTES}s")
 _PROOF_BYTES = hashlib.sha256().digest_size
 

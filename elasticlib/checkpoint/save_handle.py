@@ -313,7 +313,7 @@ class SaveResults:
         self.is_reachable = store is not None  # False once the store's host has exited
         self.newest_step = 0  # of the saves that this rank expects from rank 0
         self._store, self._is_publisher = store, is_publisher
-        self._prefix = f"elasticlib/saves/{zlib.crc32(name.encode()):08x}"
+        self._prefix = f"elasticlib/saves/{zlib.crc32(os.fsencode(name)):08x}"
 
     def next_number(self) -> int:
         """Count a save, and return its number. Each call returns the next number."""

@@ -60,7 +60,7 @@ def save_checkpoint(path: str | os.PathLike[str], state: object) -> None:
         CheckpointError: the state cannot be saved (the message names the object and its path in the
             state), or the disk failed. The previous file is unchanged.
     """
-    target = Path(path)
+    target = Path(path).expanduser()
     try:
         image = plan_layout(state)
     except CheckpointError as error:
@@ -131,7 +131,8 @@ def latest_checkpoint(folder: str | os.PathLike[str], pattern: str = "*.pt") -> 
             beginning, it would replace them.
     """
     newest_error: Exception | None = None
-    names = [path.name for path in Path(folder).glob(pattern) if not temp_target(path.name)]
+    folder = Path(folder).expanduser()
+    names = [path.name for path in folder.glob(pattern) if not temp_target(path.name)]
     for name in sorted(names, key=_natural_key, reverse=True):
         path = Path(folder, name)
         try:
@@ -153,7 +154,7 @@ def latest_checkpoint(folder: str | os.PathLike[str], pattern: str = "*.pt") -> 
 @contextlib.contextmanager
 def _open(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     with (
-        open_regular_file(path, follow_link=True) as handle,
+        open_regular_file(os.path.expanduser(path), follow_link=True) as handle,
         open(handle, "rb", closefd=False) as file,
     ):
         yield file

@@ -159,19 +159,32 @@ class CheckpointStorage(abc.ABC):
         """Remove an empty directory. Do nothing if it does not exist, or is not empty."""
 
 
+def resolve_location(
+    location: str | os.PathLike[str] | CheckpointStorage,
+) -> str | CheckpointStorage:
+    """Return the absolute path of a directory, in which `~` is expanded.
+
+    A URL and a storage are returned as they are.
+    """
+    if isinstance(location, CheckpointStorage):
+        return location
+    text = os.fspath(location)
+    scheme, is_url, path = text.partition("://")
+    if is_url and scheme not in ("file", "local"):
+        return text
+    return os.path.abspath(os.path.expanduser(path if is_url else text))
+
+
 def open_storage(location: str | os.PathLike[str] | CheckpointStorage) -> CheckpointStorage:
     """Return the storage at a path or URL. A storage is returned as it is.
 
     Raises:
         CheckpointError: the URL cannot be opened.
     """
+    location = resolve_location(location)
     if isinstance(location, CheckpointStorage):
         return location
-    text = os.fspath(location)
-    scheme, is_url, path = text.partition("://")
-    if not is_url:
-        return LocalStorage(text)
-    return LocalStorage(path) if scheme in ("file", "local") else FsspecStorage(text)
+    return FsspecStorage(location) if "://" in location else LocalStorage(location)
 
 
 # -- a directory of a file system ------------------------------------------------------------------
@@ -220,7 +233,7 @@ class LocalStorage(CheckpointStorage):
         self._make_folder(self.name)
         path = os.path.join(self.name, LOCK_NAME)
         # Each call opens the file, so that two threads of this process exclude each other, too.
-        with open_regular_file(path, os.O_RDWR | os.O_CREAT, mode=0o644) as handle:
+        with open_regular_file(path, os.O_RDWR | os.O_CREAT, mode=0o666) as handle:
             _wait_for_lock(handle, path)
             try:
                 yield

@@ -98,7 +98,7 @@ def builtin_command(config: LaunchConfig) -> str:
     elif config.rdzv_backend in TCP_BACKENDS and not config.is_single_node:
         endpoints = config.endpoints
     elif config.rdzv_backend == "file":
-        args += ["--directory", config.rdzv_endpoint]
+        args += ["--directory", os.path.expanduser(config.rdzv_endpoint)]
     args += [text for endpoint in endpoints for text in ("--endpoint", endpoint)]
     if config.log_dir is not None:
         args += ["--directory", config.log_dir]

@@ -78,7 +78,7 @@ class FileSource(NoticeSource):
     poll_interval = FILE_POLL_INTERVAL_S
 
     def __init__(self, path: str) -> None:
-        self._path = Path(path)
+        self._path = Path(path).expanduser()
 
     def poll(self) -> PreemptionNotice | None:
         try:

@@ -223,7 +223,7 @@ def _open_store(target: RunTarget, args: argparse.Namespace) -> Store:
     if not target.endpoint:
         raise StoreConnectionError("no agent on this machine serves the store of this run any more")
     if target.backend == "file":
-        if not Path(target.endpoint).is_dir():  # a store would create it
+        if not Path(target.endpoint).expanduser().is_dir():  # a store would create it
             raise StoreConnectionError(f"directory {target.endpoint} does not exist")
         return FileStore(target.endpoint, timeout=args.timeout)
     if target.backend in ETCD_BACKENDS:

@@ -11,6 +11,7 @@ import signal
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ import pytest
 import torch
 from ranks import Ranks
 
-from elasticlib import CheckpointManager, latest_checkpoint, save_checkpoint
+from elasticlib import CheckpointManager, latest_checkpoint, load_checkpoint, save_checkpoint
 from elasticlib.checkpoint.catalog import MANIFEST_NAME, Selection, append_checksum, folder_of
+from elasticlib.checkpoint.snapshot_slots import list_snapshots
 from elasticlib.checkpoint.storage import MAX_SMALL_FILE_BYTES
 from elasticlib.errors import CheckpointError
 from elasticlib.launch.cli import main
@@ -136,7 +138,7 @@ def test_an_invalid_manifest_with_a_correct_checksum_is_skipped_with_its_reason(
     assert CheckpointManager(tmp_path).steps() == [1, 2, 3]
 
 
-def run_as_other_user(act: Callable[[], object]) -> Any:
+def run_as_other_user(act: Callable[[], object], user: int = 65534, group: int = 65534) -> Any:
     """Return what `act` returns in a child process of another user, or its CheckpointError's text.
 
     The child is a fork, because the other user may not be able to start this interpreter.
@@ -144,8 +146,8 @@ def run_as_other_user(act: Callable[[], object]) -> Any:
 
     def act_as_other_user() -> object:
         os.setgroups([])
-        os.setgid(OTHER_USER)
-        os.setuid(OTHER_USER)
+        os.setgid(group)
+        os.setuid(user)
         return act()
 
     return run_in_child(act_as_other_user)
@@ -289,8 +291,6 @@ def test_a_data_file_that_was_extended_to_4_tib_is_skipped(
 
 # -- a directory without write permission ----------------------------------------------------------
 
-OTHER_USER = 65534
-
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
 
@@ -346,6 +346,69 @@ def test_a_read_only_directory_can_be_read_and_a_save_reports_the_error(
     reason = run_as_other_user(lambda: restore(empty))
     assert "empty could not be claimed: " in reason
     assert "Permission denied" in reason
+
+
+@needs_root
+def test_each_user_of_a_group_can_save_in_a_directory_of_the_group(shared_folder: Path) -> None:
+    group = 54_321
+    os.chown(shared_folder, -1, group)
+    shared_folder.chmod(0o2775)
+
+    def save_and_list(step: int) -> list[int]:
+        os.umask(0o002)
+        save(shared_folder, step)
+        return CheckpointManager(shared_folder).steps()
+
+    for user, steps in ((54_321, [1]), (54_322, [1, 2]), (54_321, [1, 2, 3])):
+        act = partial(save_and_list, steps[-1])
+        assert run_as_other_user(act, user, group) == steps
+    strangers = run_as_other_user(lambda: save_and_list(4), 54_323, 54_323)
+    assert "Permission denied" in strangers
+
+
+# -- names of directories --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [b"caf\xe9", b"/".join(["日".encode() * 80] * 12)])
+def test_a_directory_can_have_any_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: bytes
+) -> None:
+    era = tmp_path / "memory" / "1"
+    era.mkdir(parents=True)
+    monkeypatch.setenv("ELASTICLIB_SNAPSHOTS", str(era))
+    monkeypatch.setenv("ELASTICLIB_GENERATION", "1")
+    folder = tmp_path / os.fsdecode(name)
+    save(folder, 1)
+    with CheckpointManager(folder) as manager:
+        assert manager.snapshot(2, state(2))
+    (stored,) = list_snapshots(era.parent)
+    assert stored.header.folder == str(folder)
+    assert restore(folder) == (2, 2.0, ())
+    shutil.rmtree(era)
+    era.mkdir()
+    assert restore(folder) == (1, 1.0, ())
+    save_checkpoint(folder / "1.pt", state(1))
+    assert latest_checkpoint(folder) == folder / "1.pt"
+
+
+def test_a_path_is_resolved_when_the_manager_is_created(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    managers = [CheckpointManager(path) for path in ("relative", "~/own", "file://~/own2")]
+    monkeypatch.chdir(tmp_path / "other")
+    for manager in managers:
+        manager.save(1, state(1)).wait()
+        manager.close()
+    assert [restore(tmp_path / path)[0] for path in ("relative", "home/own", "home/own2")] == [
+        1
+    ] * 3
+    save_checkpoint("~/files/1.pt", 1)
+    assert latest_checkpoint("~/files") == tmp_path / "home" / "files" / "1.pt"
+    assert load_checkpoint("~/files/1.pt") == 1
+    assert not list((tmp_path / "other").iterdir())
 
 
 # -- a full disk -------------------------------------------------------------------------------
