@@ -398,6 +398,19 @@ class Committer:
         holder = fence.holder if fence else writer
         return holder.launch_key == writer.launch_key and holder.generation > writer.generation
 
+    def is_from_earlier(self, manifest: Manifest, generation: int) -> bool:
+        """Return whether a launch or generation before this one has written a checkpoint.
+
+        Args:
+            manifest: the manifest of the checkpoint.
+            generation: the generation of this launch that it is compared with.
+        """
+        launch = WriterIdentity(manifest.run_id, manifest.incarnation, 0, "").launch_key
+        if launch == self.writer.launch_key:
+            return manifest.generation < generation
+        fence = self._read_fence(corrupt_as_none=True)
+        return fence is not None and launch in fence.revoked_launches
+
     def _check_may_prune(self) -> str:
         """Check that this writer may prune, and return the token of another fence holder or ''.
 
