@@ -7,6 +7,7 @@ them, `save_handle` runs the writer and reports results, and `restore` agrees on
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import contextlib
 import logging
@@ -18,13 +19,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
+from weakref import WeakMethod, finalize
 
 import attrs
 import torch.distributed as dist
 
 from ..clock import monotonic
 from ..errors import CheckpointError, ConfigError
-from ..threads import CallRejectedError, ExclusiveCall
+from ..threads import CallRejectedError, ExclusiveCall, daemon_thread
 from ..workers.context import context
 from .catalog import CheckpointCatalog, Retention, Selection, check_step
 from .collectives import PeerGroup
@@ -160,7 +162,8 @@ class CheckpointManager:
         # The writer of this save reads its slot until it has finished. It is set before it starts.
         self._last_save: LocalSave | None = None
         self._remote_saves: deque[RemoteSave] = deque(maxlen=MAX_REMOTE_SAVES)
-        self._remove_stop_callback: Callable[[], None] | None = None
+        self._remove_end_callbacks: Callable[[], None] | None = None
+        _free_when_dropped(self, self._private_slots)
         self._process = os.getpid()
         self._local_rank: int | None = None  # after a change of the group, see `on_group_changed`
         self._is_closed = False  # no more calls are accepted
@@ -286,9 +289,8 @@ class CheckpointManager:
             self._remote_saves.append(remote)
             return remote
         writers = self._all_ranks if flat.shards else self._this_rank
-        if self._remove_stop_callback is None:
-            atexit.register(self._log_unseen_failure)
-            self._remove_stop_callback = context().on_stop(self._wait_for_write)
+        if self._remove_end_callbacks is None:
+            self._call_at_the_end()
         image, slot = self._copy_for_save(step, flat, writers, kept)
         data, world_size = slot.view(image.size), self._rank_info.world_size
         write = partial(writers.write, step, data, world_size, is_pinned=call.is_pinned)
@@ -306,6 +308,29 @@ class CheckpointManager:
         if not save.in_background:
             save.wait()  # No other call may follow that could raise its failure.
         return save
+
+    def _call_at_the_end(self) -> None:
+        """Wait for the last save before this process stops, and log its failure at the exit.
+
+        The references are weak, and the memory is freed if the script drops the manager without
+        `close`. A save that is being written keeps the manager.
+        """
+        wait, log_failure = WeakMethod(self._wait_for_write), WeakMethod(self._log_unseen_failure)
+
+        def call(method: WeakMethod[Callable[[], None]]) -> None:
+            if (bound := method()) is not None:
+                bound()
+
+        at_exit = partial(call, log_failure)
+        atexit.register(at_exit)
+        remove_stop_callback = context().on_stop(partial(call, wait))
+
+        def remove() -> None:
+            atexit.unregister(at_exit)
+            remove_stop_callback()
+
+        self._remove_end_callbacks = remove
+        finalize(self, remove).atexit = False
 
     def _copy_for_save(
         self,
@@ -524,9 +549,8 @@ class CheckpointManager:
                 self._release()
 
     def _release(self) -> None:
-        atexit.unregister(self._log_unseen_failure)
-        if self._remove_stop_callback is not None:
-            self._remove_stop_callback()
+        if self._remove_end_callbacks is not None:
+            self._remove_end_callbacks()
         self._run_exclusively("the memory of copies is not freed", self._free_slots)
         group, self._save_group = self._save_group, None
         if group is not None and dist.is_initialized():
@@ -787,7 +811,7 @@ class CheckpointManager:
         location, rank_info, storage = snapshot_location(), self._rank_info, self._catalog.storage
         if location is None:
             return None
-        return SnapshotSource(
+        source = SnapshotSource(
             location,
             # Several managers of one program have different snapshots.
             name=f"state-{zlib.crc32(os.fsencode(self._name)):08x}",
@@ -798,6 +822,8 @@ class CheckpointManager:
             folder=storage.name if isinstance(storage, LocalStorage | FsspecStorage) else "",
             layouts=self._layouts,
         )
+        _free_when_dropped(self, source)
+        return source
 
     @property
     def _is_fork(self) -> bool:
@@ -811,3 +837,18 @@ class CheckpointManager:
                 "this process was forked from the one that created the CheckpointManager of "
                 f"{self._name}, and only that process may save"
             )
+
+
+def _free_when_dropped(manager: CheckpointManager, memory: SnapshotSlots | SnapshotSource) -> None:
+    """Free the copies of a manager that the script drops without `close`."""
+    process = os.getpid()
+
+    def free() -> None:
+        # The files belong to the process that created the manager. A thread frees them, because
+        # the garbage collector calls this in any thread, even in one that `close` waits for.
+        if os.getpid() == process:
+            thread = daemon_thread(memory.close, "elasticlib-free-copies")
+            with contextlib.suppress(RuntimeError):
+                _thread.start_new_thread(thread.start, ())
+
+    finalize(manager, free).atexit = False
