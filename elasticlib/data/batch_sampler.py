@@ -142,7 +142,9 @@ class EmptyBatchCollator:
     """A `collate_fn` that creates a batch without samples for a rank with an empty share.
 
     The empty batch is the batch of the dataset's first sample, with each tensor reduced to 0 rows
-    and each list of strings to an empty list. All other batches are created by `collate_fn`.
+    and each list of strings to an empty list. All other batches are created by `collate_fn`. If the
+    batch contains anything else, such as NumPy arrays, dataclasses or graphs, an empty share raises
+    ConfigError: the rank would otherwise train on the first sample.
 
     Args:
         dataset: its first sample shows the structure of a batch.
@@ -157,14 +159,18 @@ class EmptyBatchCollator:
         self.dataset, self.collate_fn = dataset, collate_fn
 
     def __call__(self, samples: list[Any]) -> Any:
-        """Return the batch of a list of samples, which can be empty."""
+        """Return the batch of a list of samples, which can be empty.
+
+        Raises:
+            ConfigError: the list is empty, and the samples cannot be removed from a batch.
+        """
         if samples:
             return self.collate_fn(samples)
         return _without_samples(self.collate_fn([self.dataset[0]]))
 
 
 def _without_samples(batch: Any) -> Any:
-    if isinstance(batch, Tensor):
+    if isinstance(batch, Tensor) and batch.dim():
         return batch[:0]
     if isinstance(batch, Mapping):
         parts_by_name = {name: _without_samples(part) for name, part in batch.items()}
@@ -174,4 +180,11 @@ def _without_samples(batch: Any) -> Any:
     if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
         parts = [part for part in batch if not isinstance(part, (str, bytes))]
         return type(batch)([_without_samples(part) for part in parts])  # type: ignore[call-arg]
-    return batch
+    if batch is None or isinstance(batch, (str, bytes)):
+        return batch
+    what = "tensor without dimensions" if isinstance(batch, Tensor) else type(batch).__name__
+    raise ConfigError(
+        f"this rank has no sample of the batch, and no sample can be removed from a {what}: give"
+        " the loader a collate_fn that returns a batch without samples for an empty list, instead"
+        " of EmptyBatchCollator, or the sampler tail='drop'"
+    )

@@ -34,6 +34,7 @@ from .position import (
     positions_of_rank,
     resume,
 )
+from .shard_dataset import ShardDataset
 
 T = TypeVar("T")
 OrderFunction = Callable[[int, int], Order | Sequence[int]]
@@ -371,7 +372,7 @@ class GlobalPositionIterable:
         self.progress.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position as a dict of integers and one string, the same on every rank.
+        """Return the position as a dict of integers and strings, the same on every rank.
 
         A warning is issued once if `advance` was never called and samples were drawn between two
         calls, because the state is then not the position of the training. The first of the two
@@ -387,7 +388,7 @@ class GlobalPositionIterable:
 
         Args:
             state: the result of `state_dict`.
-            on_mismatch: what to do if the length of the dataset, the seed or the order differ.
+            on_mismatch: what to do if the dataset, its length, the seed or the order differ.
                 "raise" raises StateMismatchError. "restart" starts the epoch of the state from its
                 first sample. "keep" skips as many samples of that epoch, in the order of this
                 sampler.
@@ -501,7 +502,8 @@ class ElasticDistributedSampler(GlobalPositionIterable, DistributedSampler[int])
             raise ConfigError(f"need at most 2**62 samples to shuffle, got {length}")
         if not 0 <= start <= length:
             raise ConfigError(f"need 0 <= start_index <= {length} samples, got {start}")
-        self.progress = EpochProgress(SamplerPosition(seed, 0, start, length, name))
+        digest = dataset.digest if isinstance(dataset, ShardDataset) else ""
+        self.progress = EpochProgress(SamplerPosition(seed, 0, start, length, name, digest))
         _check_group(num_replicas, rank)
         super().__init__(cast(Dataset[Any], dataset), num_replicas, rank, shuffle, seed, drop_last)
         self.tail: Tail = ("drop" if drop_last else "pad") if tail is None else tail

@@ -142,7 +142,8 @@ class Node:
     slots: int
     role: str = "default"
     rank_hint: int | None = None  # requested rank, or None
-    topology: str = ""  # nodes with an equal value get adjacent ranks
+    # Nodes with an equal value get adjacent ranks. Replicas of their snapshots are elsewhere.
+    topology: str = ""
 
 
 class JobAction(enum.Enum):

@@ -174,6 +174,7 @@ class LocalWorkers(Workers):
     # -- the start -------------------------------------------------------------------------------
 
     def prepare(self, spec: WorkerSpec) -> None:
+        self.snapshot_dir.start_cleaning()
         self._launcher.prepare(spec, self._environment, count_usable_cpus())
 
     def wait_until_prepared(self) -> None:

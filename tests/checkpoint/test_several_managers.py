@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,9 @@ import torch.distributed as dist
 from ranks import Ranks
 
 from elasticlib import CheckpointManager
+from elasticlib.checkpoint.snapshot_slots import list_snapshots
 from elasticlib.errors import CheckpointError
+from elasticlib.testing.waiting import wait_until
 
 
 def state(value: float) -> dict[str, Any]:
@@ -34,6 +37,33 @@ def test_each_of_two_managers_restores_its_own_snapshots(
             assert manager.restore(live).step == 5 + turn
         assert live["weight"].tolist() == [value, value]
     assert list(generation_memory.iterdir())
+
+
+def test_a_manager_that_is_dropped_without_close_keeps_only_its_snapshots(
+    generation_memory: Path, tmp_path: Path
+) -> None:
+    def save_with_dropped_manager(name: str) -> None:
+        manager = CheckpointManager(tmp_path / name)
+        assert not manager.restore(state(0.0))
+        manager.snapshot(1, state(1.0))
+        for step in (2, 3):
+            manager.save(step, state(float(step)))
+
+    for number in range(3):
+        save_with_dropped_manager(f"{number}")
+        gc.collect()
+
+    def count_mapped_files() -> int:
+        gc.collect()  # The thread of the last save may just have ended.
+        return Path("/proc/self/maps").read_text().count(str(generation_memory))
+
+    wait_until("the copies to be freed", lambda: not count_mapped_files())
+    found = list_snapshots(generation_memory.parent)
+    assert [one.header.step for one in found] == [1, 1, 1]
+    assert len([path for path in generation_memory.iterdir() if path.is_file()]) == 3
+    for number in range(3):
+        with CheckpointManager(tmp_path / f"{number}") as manager:
+            assert manager.restore(state(0.0)).step == 3
 
 
 def test_restoring_an_earlier_step_deletes_no_later_snapshot(

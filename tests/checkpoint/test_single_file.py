@@ -153,7 +153,7 @@ def test_latest_skips_damaged_files_with_their_reason(tmp_path, caplog):
     assert len(messages) == 3
     for step, (message, why) in zip(
         (12, 11, 10),
-        zip(messages, ("truncated", "truncated", "Is a directory"), strict=True),
+        zip(messages, ("truncated", "truncated", "not a regular file"), strict=True),
         strict=True,
     ):
         assert f"step-{step}.pt" in message

@@ -347,7 +347,8 @@ def test_temporary_run_directory_contains_only_the_last_attempt(tmp_path: Path) 
     for attempt in range(3):
         runner.start(shell("exit 0"), attempt=attempt)
         assert runner.wait_for_exit().succeeded
-        assert [path.name for path in runner.workers.run_dir.iterdir()] == [f"attempt_{attempt}"]
+        attempts = [path.name for path in runner.workers.run_dir.glob("attempt_*")]
+        assert attempts == [f"attempt_{attempt}"]
     runner.workers.close()
 
 
