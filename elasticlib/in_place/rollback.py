@@ -13,7 +13,7 @@ import enum
 import random
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -267,18 +267,19 @@ class _Content:
                             modules.append(part)
                 self._containers.append(partial(_refill, parts, dict(parts)))
         if has_other_values:
-            known = dict(root.named_parameters(remove_duplicate=False))
-            known.update(root.named_buffers(remove_duplicate=False))
-            self._add_other_values(root, known)
+            tensors = (root.named_parameters, root.named_buffers)
+            self._add_other_values(
+                root, {name for find in tensors for name, _ in find(remove_duplicate=False)}
+            )
 
     def _add_optimizer(self, optimizer: torch.optim.Optimizer, path: StatePath) -> None:
         for name in ("state", "param_groups"):
             self._containers.append(partial(setattr, optimizer, name, getattr(optimizer, name)))
             self.add(getattr(optimizer, name), path)
         if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
-            self._add_other_values(optimizer, {"state": ..., "param_groups": ...})
+            self._add_other_values(optimizer, {"state", "param_groups"})
 
-    def _add_other_values(self, owner: Any, known: dict[str, Any]) -> None:
+    def _add_other_values(self, owner: Any, known: Set[str]) -> None:
         """Add the values in a state dict that are not known by their names."""
         values = to_plain_values(owner)
         other = {name: value for name, value in values.items() if name not in known}
