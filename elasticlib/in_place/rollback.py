@@ -59,7 +59,7 @@ _STATE_METHODS = ("get_extra_state", "state_dict", "_save_to_state_dict")
 class StateRollback:
     """Rolls a training state back to the start of a step attempt.
 
-    Between two attempts it keeps a copy of all tensors of the state, on their devices.
+    During an attempt it keeps a copy of all tensors of the state, on their devices.
 
     A signal handler's exception, such as KeyboardInterrupt, may interrupt any method at any line.
     The method can then be called again.
@@ -208,6 +208,7 @@ class _Content:
         with torch.no_grad():
             for copies, elements in groups.values():
                 torch._foreach_copy_(copies, elements)
+        self._reusable = {}  # Free the copies of tensors that are not in the state any more.
 
     def write_back(self) -> None:
         """Restore everything that was added. This can be called repeatedly."""
