@@ -540,7 +540,13 @@ class ElasticAgent:
         cause = self._reporter.on_worker_exited(exit_, is_stopping=is_stopping)
         if cause is not None:
             self._peers.publish(publish_root_cause(cause))
-        return policy.WorkerExited(exit_, is_unsaved, is_undecided, self._can_regroup())
+        return policy.WorkerExited(
+            exit_,
+            exited_before_saving=is_unsaved,
+            stop_call_undecided=is_undecided,
+            exited_in_group=not (was_standby or self._stopper.has_sent_signals),
+            can_regroup=self._can_regroup(),
+        )
 
     def _on_signal(self, number: int) -> AgentEvent:
         options, name = self._options, signal_name(number)

@@ -64,6 +64,8 @@ class SupervisorState:
     is_prestarting: bool = False
     # The workers are stopped to be replaced, so that none may continue in the next group.
     must_restart: bool = False
+    # The workers are stopped although no failure and no loss has ended the generation.
+    is_planned: bool = False
 
 
 class AgentEvent:
@@ -120,6 +122,7 @@ class WorkerExited(AgentEvent):
     exit: WorkerExit
     exited_before_saving: bool = False  # it failed or was killed after it had a stop notice
     stop_call_undecided: bool = False  # the remaining workers cannot agree on a stop call any more
+    exited_in_group: bool = False  # it had not left its group, and had received no signal
     can_regroup: bool = False
 
 
@@ -402,7 +405,9 @@ def _on_membership_changed(now: SupervisorState, event: MembershipChanged) -> Tr
         return attrs.evolve(now, state=AgentState.STOPPING), (Regroup(),)
     must_restart = kind is ChangeKind.RESTART
     notice = RESTART if must_restart else RESIZE if kind.is_planned else ""
-    now = attrs.evolve(now, state=AgentState.STOPPING, must_restart=must_restart)
+    now = attrs.evolve(
+        now, state=AgentState.STOPPING, must_restart=must_restart, is_planned=kind.is_planned
+    )
     return now, (StopWorkers(notice),)
 
 
@@ -432,7 +437,14 @@ def _on_exit_while_stopping(now: SupervisorState, event: WorkerExited) -> Transi
         # The state does not change, but the reason mentions the worker that did not save.
         reason = f"{outcome.reason}, but {event.exit.describe()} before it had saved"
         now = attrs.evolve(now, outcome=attrs.evolve(outcome, reason=reason))
-    return now, (ShortenNotice(),) if event.stop_call_undecided else ()
+    commands: tuple[AgentCommand, ...] = (ShortenNotice(),) if event.stop_call_undecided else ()
+    has_failed = not event.exit.succeeded and event.exited_in_group and event.can_regroup
+    if has_failed and now.is_planned and now.state is AgentState.STOPPING:
+        # No worker has to exit for this resize, and nothing else counts its failure: a script that
+        # fails in each group would never end.
+        failure = ReportFailure(event.exit.describe(), event.exit.was_killed)
+        now, commands = attrs.evolve(now, is_planned=False), (failure, *commands)
+    return now, commands
 
 
 def _on_change_while_stopping(now: SupervisorState, event: MembershipChanged) -> Transition:

@@ -121,7 +121,7 @@ class RunReporter:
         self._started_at = clock()  # start of the current group
         self._stop_started_at = clock()
         self._reason = "the first generation of this node"  # why the last group ended
-        self._is_planned = False  # the last group ended for a resize or a drain
+        self._is_planned = False  # the last group ended for a resize or a drain, without a failure
         self._inactive_since: float | None = None  # last progress before a hang
         self._group: WorkerGroup | None = None
         self._exits: dict[int, WorkerExit] = {}  # by local rank, in order
@@ -289,6 +289,7 @@ class RunReporter:
 
     def on_failure(self, failure: policy.ReportFailure) -> None:
         log.warning("%s", failure.reason)
+        self._is_planned = False  # It may have happened during a resize.
         since = self._inactive_since
         kind = "hang" if since is not None else "killed" if failure.killed else "ordinary"
         inactive_s = None if since is None else round(self._clock() - since, 3)

@@ -292,6 +292,9 @@ def _reconcile_forming(view: LeaderView, membership: Membership) -> ReconcileRes
     if stops and not membership.stop_reason:
         reason = stops[0].reason
         return ReconcileResult(reason, attrs.evolve(membership, stop_reason=reason))
+    failed = _note_failure_during_resize(view, membership)
+    if failed is not None:
+        return ReconcileResult(failed.reason, failed)
     members = membership.member_ids
     candidates = _candidates(view, membership)
     busy = [n for n in candidates if n.id in members and not _is_stopped(n, membership)]
@@ -334,6 +337,25 @@ def _reconcile_forming(view: LeaderView, membership: Membership) -> ReconcileRes
     if len(ordered) < membership.settings.min_nodes:
         return _wait_for_more_nodes(view, membership, ordered, absent)
     return _form_or_wait(view, membership, ordered, charged=charged)
+
+
+def _note_failure_during_resize(view: LeaderView, membership: Membership) -> Membership | None:
+    """Return the membership with the first failure after a planned end, or None if it has none.
+
+    It is charged like one that ends a generation: workers that fail again and again must use up
+    the budget, whatever ends their generations. After a loss, members fail because of the loss.
+    """
+    if not membership.is_planned or membership.failure is not None or membership.stop_reason:
+        return None
+    failure = _find_first_failure(view, membership)
+    if failure is None:
+        return None
+    return attrs.evolve(
+        membership,
+        failure=failure,
+        reason=f"{_name_of(failure.node, view)}: {failure.reason}",
+        quick_failure_count=count_quick_failures(membership, failure, view.phase_age_s),
+    )
 
 
 def _exclude_bad_hosts(

@@ -112,6 +112,23 @@ def test_a_failure_outweighs_a_drain_and_stops_all_without_a_notice() -> None:
     assert (after.reason, after.is_planned) == ("a: a broke", False)
 
 
+def test_a_failure_during_a_resize_is_charged() -> None:
+    joining = attrs.evolve(C, stopped_membership_id="")
+    resized = decide_membership(
+        create_generation(A, B), A, B, joining, since_last_arrival_s=99.0, phase_age_s=99.0
+    )
+    assert resized.is_planned
+    failed = decide_membership(resized, mark_failed(A), *mark_stopped(B), joining)
+    assert (failed.reason, failed.is_planned) == ("a: a broke", True)
+    (stopped,) = mark_stopped(mark_failed(A))
+    view = (stopped, *mark_stopped(B), joining)
+    after = decide_membership(failed, *view, since_last_arrival_s=99.0)
+    assert (after.phase, after.restarts) == (JobPhase.ACTIVE, 1)
+    ended = attrs.evolve(failed, restarts=9)
+    refused = decide_membership(ended, *view)
+    assert A.id in refused.evicted
+
+
 def test_a_node_that_missed_a_resize_is_notified_of_the_end_of_its_generation() -> None:
     later = attrs.evolve(create_generation(A), generation=2, membership_id="2.m", is_planned=True)
     change = NodeIntent(
