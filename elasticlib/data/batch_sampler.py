@@ -29,9 +29,9 @@ class ElasticBatchSampler(GlobalPositionIterable, Sampler[list[int]]):
         sampler = ElasticDistributedSampler(dataset, tail="exact")
         batches = ElasticBatchSampler(sampler, global_batch=256)
         collate = EmptyBatchCollator(dataset)              # the last share of a rank can be empty
-        for epoch in range(sampler.epoch, epochs):
-            sampler.set_epoch(epoch)
-            for x, y in DataLoader(dataset, batch_sampler=batches, collate_fn=collate):
+        loader = DataLoader(dataset, batch_sampler=batches, collate_fn=collate)
+        for epoch, local_batches in batches.epochs(3, loader):
+            for x, y in local_batches:
                 (batches.sample_weight * loss(model(x), y, reduction="sum")).backward()
                 ...
                 batches.advance()                          # on every rank
@@ -73,9 +73,7 @@ class ElasticBatchSampler(GlobalPositionIterable, Sampler[list[int]]):
     def _stride(self) -> int:
         return self.global_batch
 
-    def __len__(self) -> int:
-        """Return the number of remaining batches, which is the same on every rank."""
-        start = self.position
+    def _num_items(self, start: SamplerPosition) -> int:
         return -(-(self._epoch_end(start) - start.consumed) // self.global_batch)
 
     @property

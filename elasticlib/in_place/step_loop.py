@@ -517,6 +517,8 @@ class StepLoop:
         if result:
             self._put(parts)
             self.step = result.step
+            if result.source == "disk":
+                self._saved_step = result.step  # A finished job that runs again saves nothing.
             return
         committed = [member.step for member in members if member.step is not None]
         if committed:

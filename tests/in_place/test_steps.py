@@ -68,6 +68,26 @@ def test_the_last_step_and_a_pinned_step_are_saved_even_if_no_save_is_due(tmp_pa
         assert (manager.steps(), manager.steps(pinned_only=True)) == ([2, 3], [2])
 
 
+def test_a_finished_job_that_is_run_again_saves_nothing(tmp_path: Path) -> None:
+    def run() -> int:
+        with CheckpointManager(tmp_path) as manager:
+            loop = elasticlib.steps(create_batches(), {"n": 1}, manager=manager, epochs=2)
+            for attempt in loop:
+                with attempt:
+                    pass
+        return loop.step
+
+    def list_checkpoints() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in tmp_path.glob("step-*/*")}
+
+    assert run() == 6
+    saved = list_checkpoints()
+    assert saved
+    for _ in range(2):
+        assert run() == 6
+        assert list_checkpoints() == saved
+
+
 def test_values_that_the_script_assigns_in_its_state_are_saved_and_restored(tmp_path: Path) -> None:
     def run(until: int) -> dict[str, Any]:
         state = {"n": 0, "sum": torch.zeros(1)}
