@@ -59,6 +59,7 @@ PURE = (
     "observe/event.py",
     "rendezvous/reconcile.py",
     "rendezvous/bad_nodes.py",
+    "rendezvous/blame.py",
     "rendezvous/membership.py",
     "rendezvous/rank_assignment.py",
     "stores/key_space.py",

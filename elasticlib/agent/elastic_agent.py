@@ -29,6 +29,7 @@ from ..errors import (
 )
 from ..event_loop import EventLoop
 from ..observe.journal import Journal
+from ..rendezvous.blame import FailureKind
 from ..rendezvous.interface import RendezvousHandler, RendezvousInfo, check_restart_budget
 from ..rendezvous.membership import Change, ChangeKind
 from ..signals import signal_name
@@ -57,6 +58,7 @@ from .run_reporter import (
     merge_root_cause,
     publish_failed_ranks,
     publish_root_cause,
+    root_cause_of,
     summary,
 )
 from .slot_reporter import SlotReporter
@@ -529,12 +531,19 @@ class ElasticAgent:
         was_standby = local_rank in self.workers.standby_ranks()
         if local_rank in self.workers.regroupable_ranks():
             self._slots.report_can_regroup()
-        exit_ = self.reap(local_rank)
+        exit_ = self._reporter.add_exits_before(self.reap(local_rank))
         is_unsaved, is_undecided = self._stopper.is_unsaved(exit_, was_standby=was_standby)
         is_stopping = self._now.state is not AgentState.RUNNING
-        cause = self._reporter.on_worker_exited(exit_, is_stopping=is_stopping)
-        if cause is not None:
-            self._peers.publish(publish_root_cause(cause))
+        failure = self._reporter.on_worker_exited(exit_, is_stopping=is_stopping)
+        if failure is not None and not was_standby:
+            kind, generation = (
+                failure.failure_kind,
+                0 if self._info is None else self._info.generation,
+            )
+            cause = root_cause_of(failure, self._host, generation)
+            self._peers.publish(publish_root_cause(cause, kind))
+            if is_stopping:
+                self._handler.report_evidence(failure.describe(), kind=kind)
         return policy.WorkerExited(exit_, is_unsaved, is_undecided, self._can_regroup())
 
     def _on_signal(self, number: int) -> AgentEvent:
@@ -643,7 +652,9 @@ class ElasticAgent:
             case DumpStacks():
                 self._start_stack_dump()
             case policy.HangDetected():
-                self._peers.publish(publish_root_cause(self._reporter.on_hang(command)))
+                cause = self._reporter.on_hang(command)
+                kind = FailureKind.STALLED if command.node_rank < 0 else FailureKind.HUNG
+                self._peers.publish(publish_root_cause(cause, kind))
                 self._react(attrs.evolve(command, can_regroup=self._can_regroup()))
             case _:
                 raise TypeError(f"unknown command: {command!r}")
@@ -735,7 +746,7 @@ class ElasticAgent:
         self._reporter.on_workers_started(group, self.workers.running(), self._start_numbers)
         if failure is not None:
             cause = self._reporter.on_failure_without_exit(failure.reason)
-            self._peers.publish(publish_root_cause(cause))
+            self._peers.publish(publish_root_cause(cause, FailureKind.RAISED))
             self._react(failure)
         elif self._options.hang_limits is not None:
             self._hang_detector = HangDetector(
@@ -819,7 +830,8 @@ class ElasticAgent:
         reason, budget = failure.reason, self._max_restarts or 0
         self._needs_check = self._options.check_node is not None
         self._reporter.on_failure(failure)
-        if self._handler.report_failure(reason, killed=failure.killed):
+        kind, hung_node_rank = failure.kind, failure.hung_node_rank
+        if self._handler.report_failure(reason, kind=kind, hung_node_rank=hung_node_rank):
             return
         # This rendezvous lets each agent count restarts.
         self._own_restarts += 1

@@ -423,8 +423,9 @@ def test_ddp_model_is_not_deleted_at_exit_because_torch_may_hang(
     assert runner.read_file("stdout.log") == "deleted: Other\n"
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGABRT])
 def test_killed_worker_is_the_root_failure_although_a_peer_reported_its_error_earlier(
-    runner: GroupRunner,
+    runner: GroupRunner, number: signal.Signals
 ) -> None:
     # For example, a gloo peer may report a lost connection before the agent detects the exit.
     runner.start(
@@ -433,13 +434,13 @@ def test_killed_worker_is_the_root_failure_although_a_peer_reported_its_error_ea
             'if [ "$own" = "$first" ]; then\n'
             """  echo '{"message": {"message": "lost", "extraInfo": {}}}' > $own; sleep 60\n"""
             "fi\n"
-            "until [ -s $first ]; do sleep 0.01; done; kill -9 $$"
+            f"until [ -s $first ]; do sleep 0.01; done; kill -{number:d} $$"
         ),
         count=2,
     )
     exit_ = runner.wait_for_exit()
     assert (exit_.rank, exit_.preceding_failure) == (1, None)
-    assert "was killed by SIGKILL (not sent by this agent)" in exit_.describe()
+    assert f"was killed by {number.name} (not sent by this agent)" in exit_.describe()
 
 
 def test_error_file_of_torchs_record_is_not_overwritten(
