@@ -50,6 +50,7 @@ CONNECTION_MODULES = {
 PURE = (
     "agent/policy.py",
     "agent/stop_procedure.py",
+    "agent/ending_workers.py",
     "agent/hang_detector.py",
     "checkpoint/boxes.py",
     "data/position.py",

@@ -46,6 +46,7 @@ from ..workers.spec import (
 )
 from . import policy
 from .blocking_rendezvous import BlockingHandlerThread
+from .ending_workers import EndingWorkers, KillFailedWorker, ReportEnding
 from .group_stopper import GroupStopper
 from .hang_detector import HANG_TOPIC, DumpStacks, HangDetector
 from .interface import RootCause, RunResult, SnapshotService
@@ -232,6 +233,8 @@ class ElasticAgent:
         self._info: RendezvousInfo | None = None  # current generation, None before the first
         self._group: WorkerGroup | None = None  # workers of the current generation
         self._hang_detector: HangDetector | None = None  # None while no group is observed
+        # Workers of the group that have ended their program.
+        self._ending = EndingWorkers((stop_timeouts or StopTimeouts()).shutdown_timeout)
         self._is_prepared = False  # the imports are done
         self._needs_check = self._options.check_node is not None  # before this node joins
         self._check_end: Latch | None = None  # set once the last check has ended
@@ -424,12 +427,28 @@ class ElasticAgent:
         now = self._clock()
         if self._stopper.is_stopping:
             self._execute(self._stopper.poll(self._regroup_grace_s))
-        else:
+        elif not self._poll_ending_workers(now):
             self._poll_hang_detector(now)
         if self._now.state is AgentState.JOINING:
             self._blocking_handler.log_progress(now, self._reporter.reason)
         self._report_slots()
         self._reporter.report_steps()
+
+    def _poll_ending_workers(self, now: float) -> bool:
+        """React to workers that have ended their program. Return True if one of them has failed.
+
+        Then the other workers may wait for it, and do not hang.
+        """
+        if self._now.state is not AgentState.RUNNING:
+            return False
+        ending = {
+            local: exit_
+            for local, exit_ in self.workers.ending_workers().items()
+            if local in self._now.running_ranks
+        }
+        self._ending, commands = self._ending.poll(now, ending, self._now.running_ranks)
+        self._execute(commands)
+        return any(exit_.returncode for exit_ in ending.values())
 
     def _poll_hang_detector(self, now: float) -> None:
         detector = self._hang_detector
@@ -638,6 +657,11 @@ class ElasticAgent:
                 self._stopper.signal_workers(command)
             case policy.WorkersStopped():
                 self._on_workers_stopped(command)
+            case ReportEnding(text):
+                log.warning("%s", text)
+            case KillFailedWorker(local_rank, text):
+                log.warning("%s", text)
+                self.workers.stop((local_rank,), force=True)
             case policy.ReportFailure():
                 self._report_failure(command)
             case policy.ReportDrain(reason, ends_job):
@@ -737,6 +761,7 @@ class ElasticAgent:
         info = require_not_none(self._info, "the generation")
         self._mark_progress(WORKER_START_TIMEOUT_S)
         self._stopper.on_group_started()
+        self._ending = EndingWorkers(self._ending.timeout_s)
         self._peers.start_generation(info)
         group = self._group = self._make_group(info)
         self._reporter.on_workers_starting(info, group)

@@ -58,7 +58,8 @@ class WorkerExit:
     signal_sent_by_agent: bool = False  # the agent sent this signal; others may have sent it too
     out_of_memory: bool = False  # the kernel killed a process of the worker's cgroup during the run
     failed_at: float = 0.0  # wall clock; comparable only with other workers of this machine
-    is_still_exiting: bool = False  # the worker has written its failure, and its process exists
+    is_still_exiting: bool = False  # the worker's program has ended, and its process exists
+    code_in_progress: int = 0  # the exit code with which the worker was exiting, if it recorded one
     preceding_failure: WorkerExit | None = None  # failure of another worker that caused this one
     ranks_left_before: tuple[int, ...] = ()  # ranks that had exited with success before
     error_file: str = ""  # path of error.json, empty if it is deleted with the run
@@ -103,7 +104,7 @@ class WorkerExit:
             return FailureKind.COLLECTIVE if is_collective else FailureKind.RAISED
         if self.signal == "SIGABRT" and _ABORT_FOR_PEERS.search(self.stderr_tail):
             return FailureKind.COLLECTIVE
-        if self.signal:
+        if self.signal and not self.signal_sent_by_agent:
             return FailureKind.KILLED if self.was_killed else FailureKind.CRASHED
         is_collective = _FAILED_COLLECTIVE.search(f"{self.message}\n{self.stderr_tail}")
         return FailureKind.COLLECTIVE if is_collective else FailureKind.RAISED
@@ -123,11 +124,15 @@ class WorkerExit:
     @property
     def exit_description(self) -> str:
         """The kind of exit, without the worker's name and the cause."""
+        if self.is_still_exiting and self.returncode == 0:
+            return "has succeeded and is still exiting"
         if self.is_still_exiting:
             failed = "failed" if self.message else f"exits with code {self.returncode}"
             return f"{failed} and is still exiting"
-        if self.message and self.signal and self.signal_sent_by_agent:
-            return f"failed and did not exit, so this agent killed it by {self.signal}"
+        if self.signal and self.signal_sent_by_agent and self.failed_before_stop:
+            code = self.code_in_progress
+            what = f"exits with code {code}" if code and not self.message else "failed"
+            return f"{what} and did not end, so this agent ended it by {self.signal}"
         if self.value_error:
             return f"returned a value that cannot be read here: {self.value_error}"
         if not self.signal:

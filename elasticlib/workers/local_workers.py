@@ -69,6 +69,7 @@ class _Process:
     output: WorkerOutput
     directory: Path
     error_file: Path
+    ending: WorkerExit | None = None  # what is known while it exits; None until its program ends
     # The value of a function, and why it cannot be read; None until it has been read.
     result: tuple[Any, str] | None = None
 
@@ -339,6 +340,7 @@ class LocalWorkers(Workers):
             returncode=returncode,
             stop_was_requested=is_stopped,
             failed_before_stop=not is_stopped,
+            code_in_progress=report.exit_code,
             signal_sent_by_agent=(local_rank, -returncode) in self._sent_signals,
         )
         if returncode == 0:
@@ -373,18 +375,37 @@ class LocalWorkers(Workers):
         A failing process needs time to exit. Its peers may notice the failure and exit before it.
         """
         found = []
-        for local_rank, process in self._processes.items():
+        for process in self._processes.values():
             report = read_failure_report(process.error_file)
             if report.ends_process:
-                who = (local_rank, process.worker.rank, process.pid)
-                exit_ = WorkerExit(
-                    *who,
-                    returncode=report.exit_code or 1,
-                    failed_at=report.failed_at,
-                    is_still_exiting=True,
-                )
-                found.append(self._with_message(exit_, process, report))
+                found.append(self._failure_in_progress(process, report))
         return found
+
+    def _failure_in_progress(self, process: _Process, report: FailureReport) -> WorkerExit:
+        exit_ = WorkerExit(
+            process.worker.local_rank,
+            process.worker.rank,
+            process.pid,
+            returncode=report.exit_code or 1,
+            failed_at=report.failed_at,
+            is_still_exiting=True,
+        )
+        return self._with_message(exit_, process, report)
+
+    def ending_workers(self) -> Mapping[int, WorkerExit]:
+        ending = {}
+        for local, has_failed in self._channels.ended_programs().items():
+            process = self._processes.get(local)
+            if process is None:
+                continue
+            if process.ending is None and has_failed:
+                report = read_failure_report(process.error_file)
+                process.ending = self._failure_in_progress(process, report)
+            elif process.ending is None:
+                who = (local, process.worker.rank, process.pid)
+                process.ending = WorkerExit(*who, returncode=0, is_still_exiting=True)
+            ending[local] = process.ending
+        return ending
 
     def _with_message(
         self, found: WorkerExit, process: _Process, report: FailureReport

@@ -79,3 +79,33 @@ def test_the_rank_that_hangs_is_named_and_not_the_rank_that_waits_for_it(job: Jo
         r"hung: rank 1 on \S+ is at step 2, .*is in no collective, while another rank waits in one",
         read_root_cause(node),
     )
+
+
+@pytest.mark.parametrize(
+    ("way", "flags", "cause"),
+    [
+        ("thread", (), "failed and did not end.*: ValueError: no more samples"),
+        # Rank 0 waits for it, but neither rank hangs.
+        (
+            "atexit",
+            ("--hang-timeout", "1"),
+            "failed and did not end.*: ValueError: no more samples",
+        ),
+        ("code", (), "exits with code 3 and did not end"),
+    ],
+)
+def test_a_worker_that_has_failed_and_does_not_exit_is_killed_and_is_the_root_cause(
+    job: Job, way: str, flags: tuple[str, ...], cause: str
+) -> None:
+    node = start_pair(job, way, "--shutdown-timeout", "3", *flags)
+    assert node.exit_code() == 1
+    assert re.search("rank 1 .* is still exiting.*it has 3 s to end", node.text), node.text
+    assert re.search(f"worker of rank 1 .*{cause}", read_root_cause(node)), node.text
+    assert "hung" not in node.text
+
+
+def test_a_worker_that_has_succeeded_and_does_not_exit_is_named_and_may_finish(job: Job) -> None:
+    node = start_pair(job, "done", "--shutdown-timeout", "1")
+    node.wait_for_log("all other workers of this node have ended.*rank 1 .*has succeeded")
+    job.finish()
+    assert node.exit_code() == 0

@@ -8,7 +8,7 @@ Usage: gloo_victims.py FOLDER WAY. Both ranks have communicated once before. The
   leave: it exits with success.
   hang: it makes steps with rank 0, works longer than rank 0 in one of them, and then sleeps.
   thread: it raises, while a thread of its own keeps the process from its end.
-  atexit: it raises, and a function of `atexit` sleeps.
+  atexit: it makes steps with rank 0, raises, and a function of `atexit` sleeps.
   code: it exits with code 3, and a function of `atexit` sleeps.
   done: both ranks succeed, and a function of `atexit` of rank 1 sleeps until FOLDER/finish exists.
 """
@@ -41,7 +41,7 @@ def main(folder: Path, way: str) -> None:
     dist.init_process_group("gloo")
     rank, numbers = dist.get_rank(), torch.zeros(4)
     dist.all_reduce(numbers)
-    if way == "hang":
+    if way in ("hang", "atexit"):
         for step in range(3):
             dist.all_reduce(numbers)
             elasticlib.context().step(step)
