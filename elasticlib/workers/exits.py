@@ -36,6 +36,9 @@ _ABORT_FOR_PEERS = re.compile(rf"{_FAILED_COLLECTIVE.pattern}|watchdog|\bgloo::"
 _OTHER_THREADS = "\nEarlier, in thread "  # begins the tracebacks of threads that did not end it
 
 FATAL_PREFIXES = ("Fatal Python error:", "terminate called", "  what():")
+ADVICE_PREFIXES = ("Set the environment variable HYDRA_FULL_ERROR=1",)
+TRACEBACK_HEAD = "Traceback (most recent call last):"
+MAX_LINES_AFTER_TRACEBACK = 3  # a program that continued after its traceback writes more
 MAX_SUMMARY_CHARS = 300  # one line of the log; the traceback has the rest
 
 
@@ -168,5 +171,17 @@ def find_error_line(stderr_tail: str, returncode: int) -> str:
     fatal = [line.strip() for line in lines if line.startswith(FATAL_PREFIXES)]
     if fatal:
         return ": ".join(fatal[-2:])
-    # The last line of a killed process is unrelated to the kill.
-    return lines[-1].strip() if lines and returncode > 0 else ""
+    if returncode <= 0:
+        return ""  # the last line of a killed process is unrelated to the kill
+    # Hydra prints the exception of a job, exits with code 1, and ends with an advice.
+    lines = [line for line in lines if not line.startswith(ADVICE_PREFIXES)]
+    return _find_exception(lines) or (lines[-1].strip() if lines else "")
+
+
+def _find_exception(lines: list[str]) -> str:
+    """Return the line with the exception of a traceback at the end of stderr, or an empty text."""
+    begins = [number for number, line in enumerate(lines) if line.startswith(TRACEBACK_HEAD)]
+    after = lines[begins[-1] + 1 :] if begins else []
+    while after and after[0].startswith(" "):
+        after = after[1:]
+    return after[0].strip() if 0 < len(after) <= MAX_LINES_AFTER_TRACEBACK else ""

@@ -423,6 +423,29 @@ def test_ddp_model_is_not_deleted_at_exit_because_torch_may_hang(
     assert runner.read_file("stdout.log") == "deleted: Other\n"
 
 
+def test_the_exception_that_hydra_prints_before_its_advice_is_the_cause(
+    runner: GroupRunner, tmp_path: Path
+) -> None:
+    script = tmp_path / "with_hydra.py"
+    # What hydra 1.3 does with an exception of the job.
+    script.write_text(
+        "import sys, traceback\n"
+        "def train(): raise ValueError('the learning rate is negative')\n"
+        "try: train()\n"
+        "except Exception:\n"
+        "    sys.stderr.write('Error executing job with overrides: []\\n')\n"
+        "    traceback.print_exc()\n"
+        "    sys.stderr.write('\\nSet the environment variable HYDRA_FULL_ERROR=1 for a '\n"
+        "                     'complete stack trace.\\n')\n"
+        "    sys.exit(1)\n"
+    )
+    runner.set_output("2", "0").start(Script(str(script)))
+    exit_ = runner.wait_for_exit()
+    assert exit_.describe().endswith(
+        "exited with code 1: ValueError: the learning rate is negative"
+    )
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGABRT])
 def test_killed_worker_is_the_root_failure_although_a_peer_reported_its_error_earlier(
     runner: GroupRunner, number: signal.Signals
