@@ -145,8 +145,10 @@ class DynamicRendezvousHandler(RendezvousHandler):
         return True
 
     def report_evidence(self, reason: str, *, kind: FailureKind, hung_node_rank: int = -1) -> None:
-        fields = {"reason": reason, "kind": kind, "hung_node_rank": hung_node_rank}
-        self._thread.update_intent(partial(NodeIntent.record_failure, **fields))
+        record = partial(
+            NodeIntent.record_failure, reason=reason, kind=kind, hung_node_rank=hung_node_rank
+        )
+        self._thread.update_intent(record)
 
     def report_slots(self, slots: int, *, retained: bool = False) -> bool:
         self._thread.update_intent(

@@ -88,7 +88,9 @@ class NodeIntent:
         )
         return attrs.evolve(member, remembered_state=state)
 
-    def record_failure(self, reason: str, kind: FailureKind, hung_node_rank: int) -> NodeIntent:
+    def record_failure(
+        self, reason: str, kind: FailureKind = FailureKind.RAISED, hung_node_rank: int = -1
+    ) -> NodeIntent:
         """Publish that the workers of the current generation failed."""
         return self.with_node_fields(
             failure_reason=reason,
