@@ -29,6 +29,7 @@ from ..errors import (
 )
 from ..event_loop import EventLoop
 from ..observe.journal import Journal
+from ..rendezvous.blame import FailureKind
 from ..rendezvous.interface import RendezvousHandler, RendezvousInfo, check_restart_budget
 from ..rendezvous.membership import Change, ChangeKind
 from ..signals import signal_name
@@ -45,6 +46,7 @@ from ..workers.spec import (
 )
 from . import policy
 from .blocking_rendezvous import BlockingHandlerThread
+from .ending_workers import EndingWorkers, KillFailedWorker, ReportEnding
 from .group_stopper import GroupStopper
 from .hang_detector import HANG_TOPIC, DumpStacks, HangDetector
 from .interface import RootCause, RunResult, SnapshotService
@@ -57,6 +59,7 @@ from .run_reporter import (
     merge_root_cause,
     publish_failed_ranks,
     publish_root_cause,
+    root_cause_of,
     summary,
 )
 from .slot_reporter import SlotReporter
@@ -230,6 +233,8 @@ class ElasticAgent:
         self._info: RendezvousInfo | None = None  # current generation, None before the first
         self._group: WorkerGroup | None = None  # workers of the current generation
         self._hang_detector: HangDetector | None = None  # None while no group is observed
+        # Workers of the group that have ended their program.
+        self._ending = EndingWorkers((stop_timeouts or StopTimeouts()).shutdown_timeout)
         self._is_prepared = False  # the imports are done
         self._needs_check = self._options.check_node is not None  # before this node joins
         self._check_end: Latch | None = None  # set once the last check has ended
@@ -427,12 +432,28 @@ class ElasticAgent:
         now = self._clock()
         if self._stopper.is_stopping:
             self._execute(self._stopper.poll(self._regroup_grace_s))
-        else:
+        elif not self._poll_ending_workers(now):
             self._poll_hang_detector(now)
         if self._now.state is AgentState.JOINING:
             self._blocking_handler.log_progress(now, self._reporter.reason)
         self._report_slots()
         self._reporter.report_steps()
+
+    def _poll_ending_workers(self, now: float) -> bool:
+        """React to workers that have ended their program. Return True if one of them has failed.
+
+        Then the other workers may wait for it, and do not hang.
+        """
+        if self._now.state is not AgentState.RUNNING:
+            return False
+        ending = {
+            local: exit_
+            for local, exit_ in self.workers.ending_workers().items()
+            if local in self._now.running_ranks
+        }
+        self._ending, commands = self._ending.poll(now, ending, self._now.running_ranks)
+        self._execute(commands)
+        return any(exit_.returncode for exit_ in ending.values())
 
     def _poll_hang_detector(self, now: float) -> None:
         detector = self._hang_detector
@@ -534,12 +555,17 @@ class ElasticAgent:
         was_standby = local_rank in self.workers.standby_ranks()
         if local_rank in self.workers.regroupable_ranks():
             self._slots.report_can_regroup()
-        exit_ = self.reap(local_rank)
+        exit_ = self._reporter.add_exits_before(self.reap(local_rank))
         is_unsaved, is_undecided = self._stopper.is_unsaved(exit_, was_standby=was_standby)
         is_stopping = self._now.state is not AgentState.RUNNING
-        cause = self._reporter.on_worker_exited(exit_, is_stopping=is_stopping)
-        if cause is not None:
-            self._peers.publish(publish_root_cause(cause))
+        failure = self._reporter.on_worker_exited(exit_, is_stopping=is_stopping)
+        if failure is not None and not was_standby:
+            kind = failure.failure_kind
+            generation = 0 if self._info is None else self._info.generation
+            cause = root_cause_of(failure, self._host, generation)
+            self._peers.publish(publish_root_cause(cause, kind))
+            if self._now.state is AgentState.STOPPING and not self._now.is_planned:
+                self._handler.report_evidence(failure.describe(), kind=kind)
         return policy.WorkerExited(
             exit_,
             exited_before_saving=is_unsaved,
@@ -640,6 +666,11 @@ class ElasticAgent:
                 self._stopper.signal_workers(command)
             case policy.WorkersStopped():
                 self._on_workers_stopped(command)
+            case ReportEnding(text):
+                log.warning("%s", text)
+            case KillFailedWorker(local_rank, text):
+                log.warning("%s", text)
+                self.workers.stop((local_rank,), force=True)
             case policy.ReportFailure():
                 self._report_failure(command)
             case policy.ReportDrain(reason, ends_job):
@@ -654,7 +685,9 @@ class ElasticAgent:
             case DumpStacks():
                 self._start_stack_dump()
             case policy.HangDetected():
-                self._peers.publish(publish_root_cause(self._reporter.on_hang(command)))
+                cause = self._reporter.on_hang(command)
+                kind = FailureKind.STALLED if command.node_rank < 0 else FailureKind.HUNG
+                self._peers.publish(publish_root_cause(cause, kind))
                 self._react(attrs.evolve(command, can_regroup=self._can_regroup()))
             case _:
                 raise TypeError(f"unknown command: {command!r}")
@@ -737,6 +770,7 @@ class ElasticAgent:
         info = require_not_none(self._info, "the generation")
         self._mark_progress(WORKER_START_TIMEOUT_S)
         self._stopper.on_group_started()
+        self._ending = EndingWorkers(self._ending.timeout_s)
         self._peers.start_generation(info)
         group = self._group = self._make_group(info)
         self._reporter.on_workers_starting(info, group)
@@ -746,7 +780,7 @@ class ElasticAgent:
         self._reporter.on_workers_started(group, self.workers.running(), self._start_numbers)
         if failure is not None:
             cause = self._reporter.on_failure_without_exit(failure.reason)
-            self._peers.publish(publish_root_cause(cause))
+            self._peers.publish(publish_root_cause(cause, FailureKind.RAISED))
             self._react(failure)
         elif self._options.hang_limits is not None:
             self._hang_detector = HangDetector(
@@ -830,7 +864,8 @@ class ElasticAgent:
         reason, budget = failure.reason, self._max_restarts or 0
         self._needs_check = self._options.check_node is not None
         self._reporter.on_failure(failure)
-        if self._handler.report_failure(reason, killed=failure.killed):
+        kind, hung_node_rank = failure.kind, failure.hung_node_rank
+        if self._handler.report_failure(reason, kind=kind, hung_node_rank=hung_node_rank):
             return
         # This rendezvous lets each agent count restarts.
         self._own_restarts += 1

@@ -14,6 +14,7 @@ import attrs
 
 from ..errors import InvalidTransitionError, RendezvousConfigError
 from ..rendezvous import store_layout
+from ..rendezvous.blame import FailureKind
 from ..rendezvous.membership import Change, ChangeKind
 from ..rendezvous.store_layout import encode as encode
 from ..workers.exits import WorkerExit
@@ -133,6 +134,8 @@ class HangDetected(AgentEvent, AgentCommand):
     reason: str
     inactive_since: float = 0.0
     stacks: str = ""  # of the slowest rank, if it is on this node
+    node_rank: int = -1  # group rank of the node whose worker hangs; -1 if the evidence names none
+    host: str = ""  # name of that node's host
     can_regroup: bool = False
 
 
@@ -239,7 +242,8 @@ class ReportFailure(AgentCommand):
     """Report a failure of workers to the rendezvous."""
 
     reason: str
-    killed: bool = False  # a signal from outside killed the worker
+    kind: FailureKind = FailureKind.RAISED
+    hung_node_rank: int = -1  # group rank of the node that hangs, if the kind is HUNG
 
 
 @attrs.frozen
@@ -374,7 +378,7 @@ def _on_worker_exited(now: SupervisorState, event: WorkerExited) -> Transition:
         now, running_ranks=now.running_ranks - exited, standby_ranks=now.standby_ranks - exited
     )
     if not event.exit.succeeded:
-        failure = ReportFailure(event.exit.describe(), event.exit.was_killed)
+        failure = ReportFailure(event.exit.describe(), event.exit.root_failure.failure_kind)
         return _report_failure_and_stop(now, failure, can_regroup=event.can_regroup)
     if now.running_ranks:
         return now, ()
@@ -382,10 +386,14 @@ def _on_worker_exited(now: SupervisorState, event: WorkerExited) -> Transition:
     return finished, (ReportSuccess(),)
 
 
-def _on_start_failure_or_hang(
-    now: SupervisorState, event: WorkerStartFailed | HangDetected
-) -> Transition:
+def _on_start_failure(now: SupervisorState, event: WorkerStartFailed) -> Transition:
     return _report_failure_and_stop(now, ReportFailure(event.reason), can_regroup=event.can_regroup)
+
+
+def _on_hang(now: SupervisorState, event: HangDetected) -> Transition:
+    kind = FailureKind.STALLED if event.node_rank < 0 else FailureKind.HUNG
+    failure = ReportFailure(event.reason, kind, event.node_rank)
+    return _report_failure_and_stop(now, failure, can_regroup=event.can_regroup)
 
 
 def _report_failure_and_stop(
@@ -442,7 +450,7 @@ def _on_exit_while_stopping(now: SupervisorState, event: WorkerExited) -> Transi
     if has_failed and now.is_planned and now.state is AgentState.STOPPING:
         # No worker has to exit for this resize, and nothing else counts its failure: a script that
         # fails in each group would never end.
-        failure = ReportFailure(event.exit.describe(), event.exit.was_killed)
+        failure = ReportFailure(event.exit.describe(), event.exit.root_failure.failure_kind)
         now, commands = attrs.evolve(now, is_planned=False), (failure, *commands)
     return now, commands
 
@@ -511,9 +519,9 @@ TRANSITIONS: dict[tuple[AgentState, type], Callable[..., Transition]] = {
     (_S.JOINING, ComponentFailed): _end_without_group,
     (_S.JOINING, DrainRequested): _end_without_group,
     (_S.JOINING, WorkerExited): _on_standby_worker_exited,
-    (_S.RUNNING, WorkerStartFailed): _on_start_failure_or_hang,
+    (_S.RUNNING, WorkerStartFailed): _on_start_failure,
     (_S.RUNNING, WorkerExited): _on_worker_exited,
-    (_S.RUNNING, HangDetected): _on_start_failure_or_hang,
+    (_S.RUNNING, HangDetected): _on_hang,
     (_S.RUNNING, MembershipChanged): _on_membership_changed,
     (_S.RUNNING, SignalReceived): _end_run(StopWorkers),
     (_S.RUNNING, ComponentFailed): _end_run(StopWorkers),

@@ -206,6 +206,15 @@ class Workers(abc.ABC):
         """
         return self.heartbeats()
 
+    def ending_workers(self) -> Mapping[int, WorkerExit]:
+        """Return the workers whose program has ended and whose process still exists.
+
+        Returns:
+            What is known of their exits, by local rank, with `is_still_exiting`. The exit code is
+            0 if the program has succeeded. The default is empty: such workers are not noticed.
+        """
+        return {}
+
     def dump_stacks(self, local_ranks: Collection[int], *, save: bool = False) -> Mapping[int, str]:
         """Return the Python stacks of these workers, at least of their main threads. Thread-safe.
 

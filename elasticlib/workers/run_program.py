@@ -35,6 +35,7 @@ from ..untrusted import open_regular_file
 from . import stack_dump
 from .cleanup import stat_fields
 from .error_file import install_exception_hooks, record_exception
+from .worker_channel import CHANNEL_ENV, report_program_end
 
 if TYPE_CHECKING:
     from .spec import Function
@@ -56,6 +57,7 @@ def run_program(error_file: str, kind: str, name: str, *args: str) -> NoReturn:
         args: The arguments of the program, or the file for the function's return value.
     """
     main = _replace_main_module()
+    channel = os.environ.get(CHANNEL_ENV, "")
     try:
         install_exception_hooks(error_file)
         stack_dump.install_dump_handler()
@@ -68,7 +70,10 @@ def run_program(error_file: str, kind: str, name: str, *args: str) -> NoReturn:
         code = 0
     except BaseException as error:
         record_exception(error)
+        if not isinstance(error, SystemExit):
+            report_program_end(channel, has_failed=True)  # a hook may block while it is shown
         code = _report_exception(error)
+    report_program_end(channel, has_failed=code != 0)
     exit_process(code)
 
 

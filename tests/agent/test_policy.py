@@ -38,6 +38,7 @@ from elasticlib.agent.policy import (
     transition,
 )
 from elasticlib.errors import InvalidTransitionError
+from elasticlib.rendezvous.blame import FailureKind
 from elasticlib.rendezvous.interface import Change, ChangeKind
 from elasticlib.workers.exits import WorkerExit
 from elasticlib.workers.spec import WorkerState
@@ -123,7 +124,7 @@ NEXT = {
     ),
     (AgentState.RUNNING, "hung, keeps"): (
         AgentState.STOPPING,
-        [ReportFailure("silent"), Regroup()],
+        [ReportFailure("silent", FailureKind.STALLED), Regroup()],
     ),
     (AgentState.RUNNING, "reopened"): (AgentState.STOPPING, [StopWorkers()]),
     (AgentState.RUNNING, "reopened, keeps"): (AgentState.STOPPING, [Regroup()]),
@@ -281,12 +282,16 @@ def test_a_node_whose_workers_succeeded_does_not_fail_with_the_store() -> None:
     assert now.outcome.state is WorkerState.SUCCEEDED
 
 
-@pytest.mark.parametrize(("code", "killed"), [(2, False), (-9, True)])
-def test_a_failure_is_reported_with_whether_the_worker_was_killed(code: int, killed: bool) -> None:
+@pytest.mark.parametrize(
+    ("code", "kind"), [(2, FailureKind.RAISED), (-9, FailureKind.KILLED), (-6, FailureKind.CRASHED)]
+)
+def test_a_failure_is_reported_with_what_happened_to_the_worker(
+    code: int, kind: FailureKind
+) -> None:
     now = SupervisorState(AgentState.RUNNING, running_ranks=frozenset({0}))
     failed = worker_exited(0, code)
     _, actions = transition(now, failed)
-    assert actions[0] == ReportFailure(failed.exit.describe(), killed)
+    assert actions[0] == ReportFailure(failed.exit.describe(), kind)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 
+from elasticlib.rendezvous.blame import FailureKind
 from elasticlib.rendezvous.interface import ChangeKind
 from elasticlib.rendezvous.membership import (
     JobPhase,
@@ -52,7 +53,10 @@ def mark_stopped(*members: NodeRecord) -> list[NodeRecord]:
 
 def mark_failed(member: NodeRecord, *, killed: bool = False) -> NodeRecord:
     return attrs.evolve(
-        member, failure_reason=f"{member.host} broke", failed_membership_id="1.m", was_killed=killed
+        member,
+        failure_reason=f"{member.host} broke",
+        failed_membership_id="1.m",
+        failure_kind=FailureKind.KILLED if killed else FailureKind.RAISED,
     )
 
 
