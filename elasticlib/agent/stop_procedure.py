@@ -173,7 +173,7 @@ class StopProcedure:
     is_leaving: bool = False  # the workers know that their group is over
     started_at: float = 0.0  # start of the stages
     stage: StopStage = StopStage.NOTICE
-    is_killed_early: bool = False  # a further signal has ended the time after SIGTERM
+    is_killed_early: bool = False  # a SIGINT has ended the time after SIGTERM
     notice: StopNotice | None = None  # the current notice, None without one
     deadline: float = 0.0  # end of the time to agree on a call
     own_proposal: StopProposal | None = None  # what this node has published
@@ -333,7 +333,7 @@ class StopProcedure:
             )
         if self.stage < StopStage.KILL <= stage:
             late = f"still running {timeouts.shutdown_timeout:g} s after SIGTERM"
-            reason = "a further signal arrived" if self.is_killed_early else late
+            reason = "SIGINT arrived" if self.is_killed_early else late
             commands.append(SignalWorkers(f"{reason}, killing: {running}", force=True))
         if stage is StopStage.GIVE_UP:
             commands.append(WorkersStopped(unkillable=running))

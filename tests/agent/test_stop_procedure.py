@@ -323,7 +323,7 @@ def test_each_escalation_starts_the_next_stop_stage() -> None:
     node.poll()
     assert node.commands == [
         SignalWorkers(),
-        SignalWorkers("a further signal arrived, killing: pid 1", force=True),
+        SignalWorkers("SIGINT arrived, killing: pid 1", force=True),
     ]
     node.procedure = node.procedure.escalate(1.0)
     assert node.procedure.time_to_next_stage(1.0) == pytest.approx(10.0), (
