@@ -382,7 +382,9 @@ class StopProcedure:
     def _publish_proposal(self, proposal: StopProposal) -> tuple[AgentCommand, ...]:
         if not self._has_peers:
             return ()
-        return propose_stop(self.node_rank, proposal), Subscribe(STOP_TOPIC)
+        publish = propose_stop(self.node_rank, proposal)
+        # Without a call of its own, this node does not need the proposals of the others.
+        return (publish,) if proposal.call is None else (publish, Subscribe(STOP_TOPIC))
 
     def _subscribe_to_broken_group(self) -> tuple[AgentCommand, ...]:
         uses_topic = self.regroup_grace_s > 0 and self._has_peers
