@@ -239,6 +239,7 @@ class ElasticAgent:
         self._num_starts = 0  # number of starts of workers
         self._start_numbers: dict[int, int] = {}  # the start of each worker, by local rank
         self._own_restarts = 0  # restarts that the handler does not count
+        self._script_takes_notices = False  # a worker of some node has called `should_stop`
         self._restart_generation = 0  # whose workers an operator wants to restart; 0: none
         self._has_warned_no_steps = False
         # Counts and keeps signals from now on. The loop reads them once `run` was called.
@@ -431,6 +432,7 @@ class ElasticAgent:
         if self._now.state is AgentState.JOINING:
             self._blocking_handler.log_progress(now, self._reporter.reason)
         self._report_slots()
+        self._find_script_takes_notices()
         self._reporter.report_steps()
 
     def _poll_hang_detector(self, now: float) -> None:
@@ -549,7 +551,7 @@ class ElasticAgent:
             return received
         reason = options.drain_reason(number)
         is_drain = number in options.drain_signals
-        if is_drain or (number in options.notice_signals and self._ensure_notified(reason)):
+        if is_drain or (number in options.notice_signals and self._lets_script_save(reason)):
             return self._on_drain(number, name, reason)
         return received
 
@@ -592,6 +594,25 @@ class ElasticAgent:
         A failure may end the generation before the leader has read that request.
         """
         return not self._is_restart_requested() and self._slots.can_regroup()
+
+    def _find_script_takes_notices(self) -> None:
+        """Find out whether the script calls `should_stop`, and tell the other nodes once."""
+        if self._script_takes_notices:
+            return
+        if self._handler.peers_take_notices():
+            self._script_takes_notices = True
+            log.debug("the script takes notices on another node: SIGTERM drains this node, too")
+        elif self.workers.takes_notices():
+            self._script_takes_notices = True
+            self._handler.report_takes_notices()
+
+    def _lets_script_save(self, reason: str) -> bool:
+        """Return True if SIGTERM is a drain: the workers have a notice, or the script takes them.
+
+        While the script is still loading, or no worker runs, nothing has to be saved. But the node
+        is as wanted as later, so its scheduler must requeue it.
+        """
+        return self._ensure_notified(reason) or self._script_takes_notices
 
     def _ensure_notified(self, reason: str) -> bool:
         """Give running workers a stop notice. Return True if the workers have one or may save."""

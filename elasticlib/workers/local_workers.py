@@ -405,6 +405,9 @@ class LocalWorkers(Workers):
         self._stop_was_requested = self._stop_was_requested or is_received
         return is_received
 
+    def takes_notices(self) -> bool:
+        return self._channels.takes_notices()
+
     def earliest_stop_call(self) -> int | None:
         return self._channels.earliest_stop_call()
 

@@ -273,6 +273,53 @@ def test_a_resize_gives_workers_the_same_shutdown_timeout_as_any_other_stop(
     assert short.exit_code() == 0
 
 
+POLL_ONCE_AND_FAIL = """
+from elasticlib import context
+context().should_stop()
+raise SystemExit(3)
+"""
+
+POLL_OR_LOAD = """
+import os, sys, time
+from pathlib import Path
+from elasticlib import context
+
+folder = Path(sys.argv[1])
+is_loading = os.environ["NODE"] == "loading"
+(folder / f"up.{os.environ['NODE']}").touch()
+while not (folder / "finish").exists():
+    if not is_loading and context().should_stop():
+        break
+    time.sleep(0.01)
+"""
+
+
+def test_sigterm_between_two_generations_drains_a_script_that_takes_notices(job: Job) -> None:
+    script = job.folder / "script.py"
+    script.write_text(POLL_ONCE_AND_FAIL)
+    agent = start_elasticrun(job, "a", "--standalone", "--max-restarts", "9", str(script))
+    agent.wait_for_log("the restart is delayed by 5 s")
+    agent.signal(signal.SIGTERM)
+    assert agent.exit_code() == 75
+    assert "DRAINED: received SIGTERM" in agent.text
+
+
+def test_sigterm_drains_a_node_that_still_loads_if_another_node_takes_notices(job: Job) -> None:
+    script = job.folder / "script.py"
+    script.write_text(POLL_OR_LOAD)
+    meet = ("--nnodes", "1:2", "--rdzv-endpoint", job.start_store())
+    command = (sys.executable, "-m", "elasticlib.launch", *meet, str(script), str(job.folder))
+    extra = {"PYTHONPATH": WITHOUT_TORCH, "LOGLEVEL": "DEBUG"}
+    polling, loading = (job.start(name, *command, **extra) for name in ("polling", "loading"))
+    wait_until("the worker that loads", (job.folder / "up.loading").exists)
+    loading.wait_for_log("the script takes notices on another node")
+    loading.signal(signal.SIGTERM)
+    assert loading.exit_code() == 75
+    assert "DRAINED: received SIGTERM" in loading.text
+    job.finish()
+    assert polling.exit_code() == 0, job.logs
+
+
 def test_fifty_nested_processes_of_a_worker_are_all_killed(job: Job) -> None:
     nest = (NESTED, str(job.folder), "50")
     flags = ("--standalone", "--max-restarts", "1", "--shutdown-timeout", "0.5")
