@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import signal
 import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -32,6 +33,7 @@ from ..observe.journal import Journal
 from ..rendezvous.blame import FailureKind
 from ..rendezvous.interface import RendezvousHandler, RendezvousInfo, check_restart_budget
 from ..rendezvous.membership import Change, ChangeKind
+from ..signal_inbox import SignalInbox
 from ..signals import signal_name
 from ..threads import Latch, daemon_thread
 from ..workers.exits import WorkerExit
@@ -50,7 +52,7 @@ from .ending_workers import EndingWorkers, KillFailedWorker, ReportEnding
 from .group_stopper import GroupStopper
 from .hang_detector import HANG_TOPIC, DumpStacks, HangDetector
 from .interface import RootCause, RunResult, SnapshotService
-from .options import SIGNAL_POLL_INTERVAL_S, AgentOptions, SignalObserver
+from .options import SIGNAL_POLL_INTERVAL_S, AgentOptions
 from .peer_exchange import PeerExchange, PeerMessages
 from .policy import AgentCommand, AgentEvent, AgentState, RunOutcome, SupervisorState
 from .run_reporter import (
@@ -242,9 +244,12 @@ class ElasticAgent:
         self._num_starts = 0  # number of starts of workers
         self._start_numbers: dict[int, int] = {}  # the start of each worker, by local rank
         self._own_restarts = 0  # restarts that the handler does not count
+        self._script_takes_notices = False  # a worker of some node has called `should_stop`
         self._restart_generation = 0  # whose workers an operator wants to restart; 0: none
         self._has_warned_no_steps = False
-        self._has_stop_signal = False  # a stop signal has arrived by the time of the final write
+        # Counts and keeps signals from now on. The loop reads them once `run` was called.
+        self.signals = SignalInbox()
+        self.signals.forward_to(lambda number: self._post(SignalNotice(number)))
 
     # -- for any thread -----------------------------------------------------------------------
 
@@ -257,7 +262,7 @@ class ElasticAgent:
         Args:
             number: one of the signals that `options` name.
         """
-        self._post(SignalNotice(number))
+        self.signals.put(number)
 
     def request_drain(
         self, source: str, *, reason: str = PREEMPTED, time_left_s: float | None = None
@@ -363,7 +368,7 @@ class ElasticAgent:
         self._has_run = True
         cause = None
         self._reporter.on_run_started()
-        with SignalObserver(self._options.handled_signals, self.handle_signal):
+        with self.signals.captured(self._options.handled_signals):
             try:
                 self._mark_progress()
                 self._loop.adopt()
@@ -437,6 +442,7 @@ class ElasticAgent:
         if self._now.state is AgentState.JOINING:
             self._blocking_handler.log_progress(now, self._reporter.reason)
         self._report_slots()
+        self._find_script_takes_notices()
         self._reporter.report_steps()
 
     def _poll_ending_workers(self, now: float) -> bool:
@@ -576,11 +582,15 @@ class ElasticAgent:
 
     def _on_signal(self, number: int) -> AgentEvent:
         options, name = self._options, signal_name(number)
+        received = policy.SignalReceived(number, name, is_interrupt=number == signal.SIGINT)
+        if self._now.outcome is not None:
+            # The first signal has decided. This one is no request to save any more.
+            return received
         reason = options.drain_reason(number)
         is_drain = number in options.drain_signals
-        if is_drain or (number in options.notice_signals and self._ensure_notified(reason)):
+        if is_drain or (number in options.notice_signals and self._lets_script_save(reason)):
             return self._on_drain(number, name, reason)
-        return policy.SignalReceived(number, name)
+        return received
 
     def _on_drain(
         self, number: int, name: str, reason: str, *, ends_job: bool = False
@@ -622,16 +632,31 @@ class ElasticAgent:
         """
         return not self._is_restart_requested() and self._slots.can_regroup()
 
+    def _find_script_takes_notices(self) -> None:
+        """Find out whether the script calls `should_stop`, and tell the other nodes once."""
+        if self._script_takes_notices:
+            return
+        if self._handler.peers_take_notices():
+            self._script_takes_notices = True
+            log.debug("the script takes notices on another node: SIGTERM drains this node, too")
+        elif self.workers.takes_notices():
+            self._script_takes_notices = True
+            self._handler.report_takes_notices()
+
+    def _lets_script_save(self, reason: str) -> bool:
+        """Return True if SIGTERM is a drain: the workers have a notice, or the script takes them.
+
+        While the script is still loading, or no worker runs, nothing has to be saved. But the node
+        is as wanted as later, so its scheduler must requeue it.
+        """
+        return self._ensure_notified(reason) or self._script_takes_notices
+
     def _ensure_notified(self, reason: str) -> bool:
         """Give running workers a stop notice. Return True if the workers have one or may save."""
         if self._now.state is AgentState.RUNNING:
             notice = self._options.make_notice(reason)
             return notice is not None and self._stopper.notify(notice)
-        if self._now.state is AgentState.STOPPING:
-            return self._stopper.is_notified
-        # Schedulers repeat their signals, and a repeated one must not interrupt the save.
-        outcome = self._now.outcome
-        return outcome is not None and outcome.lets_workers_save
+        return self._now.state is AgentState.STOPPING and self._stopper.is_notified
 
     # -- commands -----------------------------------------------------------------------------
 
@@ -962,13 +987,15 @@ class ElasticAgent:
     def _wait_for_background_processes(self) -> None:
         """Give what succeeded workers have started in the background time to end.
 
-        A stop signal ends the wait. If the job has not succeeded, there is no wait: the node may
-        have little time left, and new workers may need what the processes use.
+        If the job has not succeeded, there is no wait: the node may have little time left, and new
+        workers may need what the processes use.
         """
         outcome = self._now.outcome
         if outcome is not None and outcome.state is WorkerState.SUCCEEDED:
+            work = "the wait for processes that workers have started"
+            give_up_reason = partial(self.signals.reason_to_give_up, work, log.warning)
             self.workers.wait_for_background_processes(
-                self._options.checkpoint_grace, self._take_stop_signals
+                self._options.checkpoint_grace, give_up_reason
             )
 
     def _wait_for_check_end(self) -> None:
@@ -980,31 +1007,12 @@ class ElasticAgent:
         if service is None:
             return
         succeeded = outcome is not None and outcome.state is WorkerState.SUCCEEDED
-        has_signal = outcome is not None and outcome.signal != 0
-        self._has_stop_signal = has_signal or bool(self._take_stop_signals())
-        unsaved = service.close(flush=not succeeded, cancel_reason=self._flush_cancel_reason)
+        work = "the final write of snapshots"
+        unsaved = service.close(
+            flush=not succeeded,
+            cancel_reason=partial(self.signals.reason_to_give_up, work, log.warning),
+        )
         self._reporter.unsaved_reason = unsaved
         self._reporter.saved_step = service.saved_step
         if unsaved:
             log.warning("%s", unsaved)
-
-    def _flush_cancel_reason(self) -> str:
-        """Return why the final write must end now, or "". Only a second stop signal ends it."""
-        signals = self._take_stop_signals()
-        if not signals:
-            return ""
-        name = signal_name(signals[-1])
-        if self._has_stop_signal:
-            return f"the agent received {name} again during the final write"
-        self._has_stop_signal = True
-        log.warning("received %s during the final write of snapshots: a second one ends it", name)
-        return ""
-
-    def _take_stop_signals(self) -> list[int]:
-        """Empty the inbox, and return the stop signals that it contained."""
-        numbers = []
-        while self._inbox:
-            _, message = self._inbox.popleft()
-            if isinstance(message, SignalNotice) and message.number in self._options.stop_signals:
-                numbers.append(message.number)
-        return numbers

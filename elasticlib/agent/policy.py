@@ -164,10 +164,11 @@ class ComponentFailed(AgentEvent):
 
 @attrs.frozen
 class SignalReceived(AgentEvent):
-    """The agent received a signal that ends its run."""
+    """The agent received a signal that ends its run, or another one after the run began to end."""
 
     number: int
     name: str
+    is_interrupt: bool = False  # SIGINT, by which a user skips to the next step of a stop
 
 
 @attrs.frozen
@@ -470,8 +471,9 @@ def _on_drain_while_ending(now: SupervisorState, event: DrainRequested) -> Trans
     return attrs.evolve(now, outcome=outcome_of(event)), (ReportDrain(event.name, ends_job=True),)
 
 
-def _escalate(now: SupervisorState, _event: SignalReceived) -> Transition:
-    return now, (EscalateStop(),)
+def _on_signal_while_ending(now: SupervisorState, event: SignalReceived) -> Transition:
+    # Batch systems repeat every signal except SIGINT, which is how a user interrupts a stop.
+    return now, (EscalateStop(),) if event.is_interrupt else ()
 
 
 def _on_workers_stopped(now: SupervisorState, event: WorkersStopped) -> Transition:
@@ -541,7 +543,7 @@ TRANSITIONS: dict[tuple[AgentState, type], Callable[..., Transition]] = {
     (_S.ENDING, WorkerExited): _on_exit_while_stopping,
     (_S.ENDING, WorkersStopped): _on_workers_stopped,
     (_S.ENDING, MembershipChanged): _ignore,
-    (_S.ENDING, SignalReceived): _escalate,
+    (_S.ENDING, SignalReceived): _on_signal_while_ending,
     (_S.ENDING, ComponentFailed): _ignore,
     (_S.ENDING, DrainRequested): _on_drain_while_ending,
 }

@@ -554,8 +554,8 @@ class FinalSave:
             if not is_announced and now >= announce_at:
                 is_announced = True
                 log.info(
-                    "still writing the last snapshots, until there is no progress for %g s; a "
-                    "further SIGTERM gives them up",
+                    "still writing the last snapshots, until there is no progress for %g s; the "
+                    "third SIGINT gives them up",
                     total_s,
                 )
             thread.join(min(WAIT_INTERVAL_S, total_s))

@@ -167,6 +167,12 @@ class DynamicRendezvousHandler(RendezvousHandler):
             return False
         return snapshot.leader is not None and snapshot.leader.can_regroup
 
+    def report_takes_notices(self) -> None:
+        self._thread.update_intent(partial(NodeIntent.with_node_fields, takes_notices=True))
+
+    def peers_take_notices(self) -> bool:
+        return self._thread.node.takes_notices
+
     def report_drain(self, reason: str) -> None:
         self._thread.update_intent(partial(NodeIntent.with_node_fields, drain_reason=reason))
 

@@ -272,6 +272,17 @@ class RendezvousHandler(abc.ABC):
         """
         return False
 
+    def report_takes_notices(self) -> None:  # noqa: B027 - optional
+        """Take note that a worker of this node has called `should_stop`."""
+
+    def peers_take_notices(self) -> bool:
+        """Return whether a worker of another node is known to have called `should_stop`.
+
+        Then SIGTERM drains this node also before its own workers make that call. The call must not
+        block. The default is False.
+        """
+        return False
+
     def report_drain(self, reason: str) -> None:  # noqa: B027 - optional
         """Take note that this node leaves as soon as its workers have saved.
 

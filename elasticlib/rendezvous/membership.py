@@ -184,6 +184,7 @@ class NodeRecord(Node):
     drain_reason: str = ""  # why the node leaves once its workers have saved; empty: it stays
     has_retained_workers: bool = False  # the offered workers have run in the last generation
     request: JobRequest | None = None  # what an operator wants for the whole job
+    takes_notices: bool = False  # a worker has called `should_stop`, in any generation
 
     @classmethod
     def of(cls, node: Node) -> NodeRecord:
@@ -251,6 +252,7 @@ class Leader:
     host: str
     inactive_incarnation: str = ""  # as in `NodeRecord`
     can_regroup: bool = False  # its workers can continue in another generation
+    takes_notices: bool = False  # a worker of some node has called `should_stop`
 
 
 @attrs.frozen

@@ -181,6 +181,13 @@ class Workers(abc.ABC):
         del notice
         return False
 
+    def takes_notices(self) -> bool:
+        """Return whether a worker has called `should_stop`, in this or an earlier generation.
+
+        Then SIGTERM to the agent is a drain at any time, also while no worker can receive a notice.
+        """
+        return False
+
     def earliest_stop_call(self) -> int | None:
         """Return the first call of `should_stop` at which all workers here can still stop.
 

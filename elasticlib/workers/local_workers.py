@@ -450,6 +450,9 @@ class LocalWorkers(Workers):
             self._note_stop(self._processes)
         return is_received
 
+    def takes_notices(self) -> bool:
+        return self._channels.takes_notices()
+
     def earliest_stop_call(self) -> int | None:
         return self._channels.earliest_stop_call()
 

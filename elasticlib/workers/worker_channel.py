@@ -575,6 +575,11 @@ class WorkerChannels:
                 channel.request_stop(notice.reason, self._deadline)
             return True
 
+    def takes_notices(self) -> bool:
+        """Return whether a worker has called `should_stop`, in this or an earlier group."""
+        with self._lock:
+            return self._has_polled or any(page.polls_should_stop for page in self._open.values())
+
     def earliest_stop_call(self) -> int | None:
         """Return the first call of `should_stop` at which all members can stop.
 

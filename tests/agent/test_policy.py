@@ -45,6 +45,7 @@ from elasticlib.workers.spec import WorkerState
 
 FAILED = RunOutcome(WorkerState.FAILED, "no more")
 TERM = SignalReceived(15, "SIGTERM")
+INT = SignalReceived(2, "SIGINT", is_interrupt=True)
 USR2 = DrainRequested(12, "SIGUSR2", "drain")
 STOP = DrainRequested(0, "a stop request", "drain", ends_job=True)
 
@@ -73,6 +74,7 @@ EVENTS: dict[str, AgentEvent] = {
     "surplus": membership_changed(ChangeKind.NOT_NEEDED),
     "store lost": membership_changed(ChangeKind.STORE_LOST),
     "signal": TERM,
+    "interrupt": INT,
     "drain": USR2,
     "stop": STOP,
     "resize": membership_changed(ChangeKind.RESIZE),
@@ -100,6 +102,7 @@ NEXT = {
     (AgentState.JOINING, "start failed, keeps"): (AgentState.JOINING, [ReportSlots()]),
     (AgentState.JOINING, "join ended"): (AgentState.ENDED, []),
     (AgentState.JOINING, "signal"): (AgentState.ENDED, []),
+    (AgentState.JOINING, "interrupt"): (AgentState.ENDED, []),
     (AgentState.JOINING, "drain"): (AgentState.ENDED, []),
     (AgentState.JOINING, "stop"): (AgentState.ENDED, []),
     (AgentState.RUNNING, "start failed"): (
@@ -136,6 +139,7 @@ NEXT = {
     (AgentState.RUNNING, "surplus"): (AgentState.ENDING, [StopWorkers()]),
     (AgentState.RUNNING, "store lost"): (AgentState.ENDING, [StopWorkers()]),
     (AgentState.RUNNING, "signal"): (AgentState.ENDING, [StopWorkers()]),
+    (AgentState.RUNNING, "interrupt"): (AgentState.ENDING, [StopWorkers()]),
     (AgentState.RUNNING, "drain"): (
         AgentState.ENDING,
         [ReportDrain("SIGUSR2"), StopWorkers("drain")],
@@ -163,6 +167,7 @@ NEXT = {
     (AgentState.STOPPING, "surplus"): (AgentState.ENDING, [CancelRegroup()]),
     (AgentState.STOPPING, "store lost"): (AgentState.ENDING, [CancelRegroup()]),
     (AgentState.STOPPING, "signal"): (AgentState.ENDING, [CancelRegroup(), ShortenNotice()]),
+    (AgentState.STOPPING, "interrupt"): (AgentState.ENDING, [CancelRegroup(), ShortenNotice()]),
     (AgentState.STOPPING, "drain"): (
         AgentState.ENDING,
         [ReportDrain("SIGUSR2"), CancelRegroup(), ShortenNotice("drain")],
@@ -191,6 +196,7 @@ NEXT = {
     (AgentState.FINISHED, "surplus"): (AgentState.ENDED, []),
     (AgentState.FINISHED, "store lost"): (AgentState.ENDED, []),
     (AgentState.FINISHED, "signal"): (AgentState.ENDED, []),
+    (AgentState.FINISHED, "interrupt"): (AgentState.ENDED, []),
     (AgentState.FINISHED, "drain"): (AgentState.ENDED, []),
     (AgentState.FINISHED, "stop"): (AgentState.ENDED, []),
     (AgentState.FINISHED, "resize"): (AgentState.JOINING, [StartRendezvous()]),
@@ -218,7 +224,8 @@ NEXT = {
     (AgentState.ENDING, "resize"): (AgentState.ENDING, []),
     (AgentState.ENDING, "restart"): (AgentState.ENDING, []),
     (AgentState.ENDING, "restart, keeps"): (AgentState.ENDING, []),
-    (AgentState.ENDING, "signal"): (AgentState.ENDING, [EscalateStop()]),
+    (AgentState.ENDING, "signal"): (AgentState.ENDING, []),
+    (AgentState.ENDING, "interrupt"): (AgentState.ENDING, [EscalateStop()]),
 }
 
 

@@ -95,13 +95,17 @@ def test_a_process_that_a_succeeded_worker_has_started_ends_its_work(job: Job, m
     assert "killed processes" not in agent.text
 
 
-def test_a_stop_signal_ends_the_wait_for_what_succeeded_workers_have_started(job: Job) -> None:
+def test_the_third_sigint_ends_the_wait_for_what_succeeded_workers_have_started(job: Job) -> None:
     agent = start_agent(job, "spawn", "--checkpoint-grace", "600", worker=("child",))
     reports = job.wait_for_world(2)
     job.finish()
     agent.wait_for_log("waiting up to 600 s for processes")
     agent.signal(signal.SIGTERM)
-    agent.exit_code()
+    for left in (2, 1):
+        agent.signal(signal.SIGINT)
+        agent.wait_for_log(f"processes that workers have started continues; {left} more")
+    agent.signal(signal.SIGINT)
+    assert agent.exit_code() == 0, agent.text
     job.wait_until_gone()
     assert not any(is_alive(report["child"]) for report in reports)
 

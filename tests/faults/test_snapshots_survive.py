@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import struct
 import sys
@@ -80,7 +81,7 @@ def test_a_worker_killed_during_a_snapshot_leaves_the_last_complete_one_for_a_dr
     assert not Path(report["memory"]).exists()
 
 
-def test_a_second_sigterm_cancels_a_final_write_that_waits_for_another_node(job: Job) -> None:
+def test_the_third_sigint_gives_up_a_final_write_that_waits_for_another_node(job: Job) -> None:
     permit(job, 5)
     flags = ("--nnodes", "2", "--rdzv-endpoint", job.start_store())
     # No lease expires, so that the stopped node counts as one that may still report its parts.
@@ -90,13 +91,21 @@ def test_a_second_sigterm_cancels_a_final_write_that_waits_for_another_node(job:
     wait_until("step 5", lambda: [read_progress(job, rank)[1] for rank in (0, 1)] == [5, 5])
     nodes["b"].signal(signal.SIGSTOP)
     nodes["a"].signal(signal.SIGTERM)
-    nodes["a"].wait_for_log("still writing the last snapshots, .*; a further SIGTERM gives them up")
-    assert nodes["a"].process.poll() is None
+    nodes["a"].wait_for_log("still writing the last snapshots, .*; the third SIGINT gives them up")
     nodes["a"].signal(signal.SIGTERM)
-    assert nodes["a"].exit_code(20.0) == 128 + signal.SIGTERM
-    nodes["a"].wait_for_log(
-        "the snapshot of step 5 was not written to .*disk: the agent received SIGTERM again during "
-        "the final write"
+    for left in (2, 1):
+        nodes["a"].signal(signal.SIGINT)
+        nodes["a"].wait_for_log(
+            f"SIGINT: the final write of snapshots continues; {left} more will end it"
+        )
+    assert nodes["a"].process.poll() is None
+    nodes["a"].signal(signal.SIGINT)
+    assert nodes["a"].exit_code() == 128 + signal.SIGTERM
+    last_line = nodes["a"].text.splitlines()[-1]
+    assert re.search(
+        "STOPPED: received SIGTERM; the snapshot of step 5 was not written to .*disk: "
+        "the final write of snapshots was given up at SIGINT number 3",
+        last_line,
     )
     nodes["b"].kill()
 
