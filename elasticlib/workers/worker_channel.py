@@ -32,7 +32,7 @@ from .interface import (
 
 CHANNEL_ENV = "ELASTICLIB_CHANNEL"  # holds the path of the page in a worker's environment
 PAGE_BYTES = 8192
-LAYOUT_VERSION = (0x656C6173 << 32) + 4  # "elas", and the version of the words below
+LAYOUT_VERSION = (0x656C6173 << 32) + 3  # "elas", and the version of the words below
 NUM_STEP_DURATIONS = 32  # enough for a median of the recent steps
 FIRST_POLL_TIMEOUT_S = 10.0  # a worker that starts to train calls should_stop within this time
 
