@@ -18,6 +18,7 @@ import attrs
 
 from ..agent.elastic_agent import ElasticAgent
 from ..agent.interface import RunResult, SnapshotService
+from ..agent.options import AgentOptions
 from ..agent.stop_procedure import StopTimeouts
 from ..checkpoint.snapshot_service import NodeSnapshotService
 from ..compat.torch_launch import TorchrunOptions, read_torchrun_variables, to_launch_config
@@ -132,12 +133,7 @@ def run_node(
     config = with_run_id(with_torch_environment(config, os.environ), entrypoint)
     options = config.supervision.agent
     with contextlib.ExitStack() as stack:
-        signals = PROCESS_SIGNALS
-        if not signals.is_active:
-            # Another program handles its stop signals itself until the agent exists.
-            signals = SignalInbox()
-            stack.callback(signals.release, options.handled_signals)
-            signals.capture(options.drain_signals)
+        signals = _open_signal_inbox(options, stack)
         check_local_resources(config, entrypoint, os.environ)
         secret = read_secret(os.environ, config.options.secret_file, "--rdzv-conf secret_file")
         workers = workers or create_local_workers(config, os.environ)
@@ -183,6 +179,17 @@ def run_node(
             result = attrs.evolve(result, reason=f"{result.reason}; {lost}")
     on_summary(format_summary(journal, persistent_log_dir(workers)))
     return result
+
+
+def _open_signal_inbox(options: AgentOptions, stack: contextlib.ExitStack) -> SignalInbox:
+    """Return the inbox that has captured the signals of this command, or one of its own."""
+    if PROCESS_SIGNALS.is_active:
+        return PROCESS_SIGNALS
+    # Another program handles its stop signals itself until the agent exists.
+    signals = SignalInbox()
+    stack.callback(signals.release, options.handled_signals)
+    signals.capture(options.drain_signals)
+    return signals
 
 
 def _log_start(config: LaunchConfig, found_by: str) -> None:
