@@ -54,14 +54,23 @@ class DirLock:
 
 
 def try_lock_dir(path: Path) -> DirLock | None:
-    """Return a lock of the directory, or None if it cannot be locked.
+    """Return a lock of a directory of this process, or None if it cannot be locked.
 
-    Without a lock, other processes cannot see that the directory is in use.
+    Without a lock, other processes cannot see that the directory is in use. It then has no lock
+    file either, so that they do not take it for an abandoned one.
     """
     try:
         return DirLock(path)
     except OSError:
+        with contextlib.suppress(OSError):
+            (path / LOCK_FILE).unlink()
         return None
+
+
+def close_lock(lock: DirLock | None) -> None:
+    """Unlock a directory that `try_lock_dir` could perhaps lock."""
+    if lock is not None:
+        lock.close()
 
 
 def is_locked(path: Path) -> bool | None:

@@ -119,7 +119,11 @@ def require_not_none(value: T | None, label: str) -> T:
 
 def format_error(error: BaseException) -> str:
     """Return the message of an error, with its class unless elasticlib raised it."""
-    return str(error) if isinstance(error, ElasticError) else f"{type(error).__name__}: {error}"
+    try:
+        text = str(error)
+    except Exception as cause:  # A class of the user's may have a faulty `__str__`.
+        text = f"(its message cannot be shown: {type(cause).__name__})"
+    return text if isinstance(error, ElasticError) else f"{type(error).__name__}: {text}"
 
 
 def wrapper_hint(names: Collection[object], saved: object) -> str:

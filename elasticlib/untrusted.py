@@ -1,7 +1,8 @@
 """Reading of files and JSON that another program may have written.
 
 A worker, a peer, a user or another job may have written them. Opening such a file never blocks and
-never follows a link, reading one is bounded, and any JSON that is not valid raises ValueError.
+follows a link only on request, reading one is bounded, and any JSON that is not valid raises
+ValueError.
 """
 
 from __future__ import annotations
@@ -25,12 +26,20 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "str": (str,),
     "bool": (bool,),
 }
-_SAFE_OPEN_FLAGS = os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
+_SAFE_OPEN_FLAGS = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+
+
+class IrregularFileError(OSError):
+    """A pipe, a device or a directory is in the place of a file. A retry does not help."""
 
 
 @contextlib.contextmanager
 def open_regular_file(
-    path: str | os.PathLike[str], flags: int = os.O_RDONLY, *, mode: int = 0o600
+    path: str | os.PathLike[str],
+    flags: int = os.O_RDONLY,
+    *,
+    mode: int = 0o600,
+    follow_link: bool = False,
 ) -> Iterator[int]:
     """Open a regular file, yield its descriptor and close it at the end.
 
@@ -38,14 +47,16 @@ def open_regular_file(
         path: The file.
         flags: The flags of `os.open`.
         mode: The permissions of a new file.
+        follow_link: Whether the path may be a link to the file.
 
     Raises:
-        OSError: The file does not exist, or is a pipe, a device, a directory or a link.
+        IrregularFileError: The path is a pipe, a device or a directory.
+        OSError: The file does not exist, or is a link.
     """
-    fd = os.open(path, flags | _SAFE_OPEN_FLAGS, mode)
+    fd = os.open(path, flags | _SAFE_OPEN_FLAGS | (0 if follow_link else os.O_NOFOLLOW), mode)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(errno.EINVAL, "this is not a regular file", os.fspath(path))
+            raise IrregularFileError(errno.EINVAL, "this is not a regular file", os.fspath(path))
         yield fd
     finally:
         os.close(fd)

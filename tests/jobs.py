@@ -40,6 +40,15 @@ PATIENT = ("--timeout", "30")
 # Signals that a launcher gets only because of a bug, unless a test sent them.
 CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
 
+NAMESPACE = ("unshare", "--pid", "--fork", "--mount-proc")  # runs a command as process 1
+
+
+def lacks_pid_namespaces() -> bool:
+    """Return True if this machine cannot run a command with NAMESPACE."""
+    if shutil.which(NAMESPACE[0]) is None:
+        return True
+    return subprocess.run([*NAMESPACE, "true"], capture_output=True, check=False).returncode != 0
+
 
 def leftover_files(folder: Path) -> list[Path]:
     """Return the files in a directory, except those that may stay there after a job.

@@ -50,6 +50,7 @@ CONNECTION_MODULES = {
 PURE = (
     "agent/policy.py",
     "agent/stop_procedure.py",
+    "agent/ending_workers.py",
     "agent/hang_detector.py",
     "checkpoint/boxes.py",
     "data/position.py",
@@ -59,6 +60,7 @@ PURE = (
     "observe/event.py",
     "rendezvous/reconcile.py",
     "rendezvous/bad_nodes.py",
+    "rendezvous/blame.py",
     "rendezvous/membership.py",
     "rendezvous/rank_assignment.py",
     "stores/key_space.py",

@@ -17,6 +17,7 @@ from pages import DOCS, read_page
 from elasticlib.launch import cli
 from elasticlib.launch.arguments import parse_launch
 from elasticlib.launch.command_line import build_parser
+from elasticlib.observe.formatting import format_duration
 from elasticlib.observe.history import PHASES
 from elasticlib.observe.metrics import FAMILIES
 
@@ -125,6 +126,19 @@ def test_flags_and_subcommands_that_a_page_names_exist(page: str) -> None:
     named = {flag for text in code for flag in re.findall(r"(?:^|\s)(--[a-z-]+)", text)}
     named |= {m[1] for text in code if (m := re.match(r"elasticlib ([a-z]+)", text))}
     assert named <= FLAGS | COMMANDS.keys() | OTHERS
+
+
+SUMMARY = r"^.* in \d+ generations, .*$|^.* s lost: .*$|^ *time lost on this node: .*$"
+
+
+@pytest.mark.parametrize("page", ["quickstart.md", "troubleshooting.md", "guide/reports.md"])
+def test_durations_of_a_summary_on_a_page_are_written_as_elasticrun_writes_them(page: str) -> None:
+    lines = re.findall(SUMMARY, read_page(page)[0], re.MULTILINE)
+    durations = [text for line in lines for text in re.findall(r"(?:\d+ min )?\d[\d.]* s\b", line)]
+    assert len(durations) >= 7
+    for text in durations:
+        minutes, _, seconds = text.removesuffix(" s").rpartition(" min ")
+        assert format_duration(60 * float(minutes or 0) + float(seconds)) == text
 
 
 def test_reports_page_describes_each_phase_of_lost_time() -> None:

@@ -62,6 +62,11 @@ def run(folder: Path, *command: str, seconds: float = 100.0) -> subprocess.Compl
     return done
 
 
+def list_checkpoints(folder: Path) -> dict[Path, int]:
+    """Return the files of all checkpoints with the times at which they were written."""
+    return {path: path.stat().st_mtime_ns for path in folder.glob("checkpoints/step-*/*")}
+
+
 def test_each_shell_line_has_a_test() -> None:
     assert len(ELASTICRUN) + len(TARGETS) == len([line for line in SHELL if line])
     assert TARGETS == ["demo", "test"]
@@ -76,7 +81,12 @@ def test_a_command_of_the_readme_trains_the_script_of_the_readme(folder: Path, l
         steps, state = manager.steps(), manager.load()
     world = int(re.findall(r"--nproc-per-node (\d)", line)[0])
     assert steps == [256 // 8 // world * epoch for epoch in (1, 2, 3)]
-    assert (state["sampler"]["epoch"], state["sampler"]["consumed"]) == (2, 256)
+    assert (state["sampler"]["epoch"], state["sampler"]["consumed"]) == (3, 0)
+    assert "first step after" in done.stderr  # The script reports its steps.
+    assert "goodput" in done.stderr
+    saved = list_checkpoints(folder)
+    assert "SUCCEEDED" in run(folder, *shlex.split(line)).stderr
+    assert list_checkpoints(folder) == saved
 
 
 @pytest.mark.long
@@ -92,6 +102,9 @@ class StopAt:
     def __init__(self, call: int) -> None:
         self._call = call
         self._num_calls = 0
+
+    def step(self, number: int) -> None:
+        assert number == self._num_calls + 1
 
     def should_stop(self) -> StopRequest | None:
         self._num_calls += 1
@@ -127,7 +140,7 @@ def test_script_of_the_readme_stops_after_any_step_and_later_does_the_remaining_
     with CheckpointManager("checkpoints") as manager:
         assert manager.steps()[-1] == 3 * NUM_STEPS_OF_EPOCH
         sampler = manager.load()["sampler"]
-        assert (sampler["epoch"], sampler["consumed"]) == (2, 256)
+        assert (sampler["epoch"], sampler["consumed"]) == (3, 0)
 
 
 @pytest.mark.usefixtures("one_rank")

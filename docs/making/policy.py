@@ -74,7 +74,10 @@ CASES: dict[type, tuple[Case, ...]] = {
             LOCAL_RANKS,
         ),
     ),
-    SignalReceived: (("", SignalReceived(15, "SIGTERM"), LOCAL_RANKS),),
+    SignalReceived: (
+        ("SIGINT", SignalReceived(2, "SIGINT", is_interrupt=True), LOCAL_RANKS),
+        ("another signal", SignalReceived(15, "SIGTERM"), LOCAL_RANKS),
+    ),
     ComponentFailed: (("", ComponentFailed("reason"), LOCAL_RANKS),),
     DrainRequested: (
         ("of this node", DrainRequested(12, "SIGUSR2", "drain"), LOCAL_RANKS),

@@ -451,7 +451,7 @@ def _events_page() -> str:
         markdown(read_module("observe.event").docstring),
         f"This is version {VERSION}. Each event has these values:",
         _table(columns, common),
-        "Each kind has further values:",
+        "Each kind has values of its own in `data`:",
     ]
     for kind, values in KINDS.items():
         rows = [(f"`{name}`", _cell(meaning)) for name, meaning in values.items()]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import signal
 import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -29,8 +30,10 @@ from ..errors import (
 )
 from ..event_loop import EventLoop
 from ..observe.journal import Journal
+from ..rendezvous.blame import FailureKind
 from ..rendezvous.interface import RendezvousHandler, RendezvousInfo, check_restart_budget
 from ..rendezvous.membership import Change, ChangeKind
+from ..signal_inbox import SignalInbox
 from ..signals import signal_name
 from ..threads import Latch, daemon_thread
 from ..workers.exits import WorkerExit
@@ -45,10 +48,11 @@ from ..workers.spec import (
 )
 from . import policy
 from .blocking_rendezvous import BlockingHandlerThread
+from .ending_workers import EndingWorkers, KillFailedWorker, ReportEnding
 from .group_stopper import GroupStopper
 from .hang_detector import HANG_TOPIC, DumpStacks, HangDetector
 from .interface import RootCause, RunResult, SnapshotService
-from .options import SIGNAL_POLL_INTERVAL_S, AgentOptions, SignalObserver
+from .options import SIGNAL_POLL_INTERVAL_S, AgentOptions
 from .peer_exchange import PeerExchange, PeerMessages
 from .policy import AgentCommand, AgentEvent, AgentState, RunOutcome, SupervisorState
 from .run_reporter import (
@@ -57,6 +61,7 @@ from .run_reporter import (
     merge_root_cause,
     publish_failed_ranks,
     publish_root_cause,
+    root_cause_of,
     summary,
 )
 from .slot_reporter import SlotReporter
@@ -217,10 +222,10 @@ class ElasticAgent:
         self._inbox: deque[tuple[int | None, InboxMessage]] = deque()
         self._reporter = RunReporter(self._host, workers, journal, clock)
         self._slots = SlotReporter(handler, workers, spec.local_world_size)
-        self._peers = PeerExchange(self._post, self._post_failure, clock)
+        self._peers = PeerExchange(self._post, self.fail, clock)
         self._stopper = GroupStopper(workers, stop_timeouts or StopTimeouts(), self._options, clock)
         self._blocking_handler = BlockingHandlerThread(
-            handler, monitor_interval, self._post_for_attempt, self._post_failure
+            handler, monitor_interval, self._post_for_attempt, self.fail
         )
 
         # State of the event loop. No other thread changes it.
@@ -230,6 +235,8 @@ class ElasticAgent:
         self._info: RendezvousInfo | None = None  # current generation, None before the first
         self._group: WorkerGroup | None = None  # workers of the current generation
         self._hang_detector: HangDetector | None = None  # None while no group is observed
+        # Workers of the group that have ended their program.
+        self._ending = EndingWorkers((stop_timeouts or StopTimeouts()).shutdown_timeout)
         self._is_prepared = False  # the imports are done
         self._needs_check = self._options.check_node is not None  # before this node joins
         self._check_end: Latch | None = None  # set once the last check has ended
@@ -237,9 +244,12 @@ class ElasticAgent:
         self._num_starts = 0  # number of starts of workers
         self._start_numbers: dict[int, int] = {}  # the start of each worker, by local rank
         self._own_restarts = 0  # restarts that the handler does not count
+        self._script_takes_notices = False  # a worker of some node has called `should_stop`
         self._restart_generation = 0  # whose workers an operator wants to restart; 0: none
         self._has_warned_no_steps = False
-        self._has_stop_signal = False  # a stop signal has arrived by the time of the final write
+        # Counts and keeps signals from now on. The loop reads them once `run` was called.
+        self.signals = SignalInbox()
+        self.signals.forward_to(lambda number: self._post(SignalNotice(number)))
 
     # -- for any thread -----------------------------------------------------------------------
 
@@ -252,7 +262,7 @@ class ElasticAgent:
         Args:
             number: one of the signals that `options` name.
         """
-        self._post(SignalNotice(number))
+        self.signals.put(number)
 
     def request_drain(
         self, source: str, *, reason: str = PREEMPTED, time_left_s: float | None = None
@@ -296,6 +306,14 @@ class ElasticAgent:
         """
         self._post(RestartRequest(source, generation))
 
+    def fail(self, reason: str) -> None:
+        """Make this node stop its workers and fail, because it cannot continue. Thread-safe.
+
+        Args:
+            reason: why, as one sentence; it becomes the reason of the result.
+        """
+        self._post(policy.ComponentFailed(reason))
+
     def record_control(self, action: str, by: str) -> None:
         """Log and record as an event that an operator has requested an action. Thread-safe.
 
@@ -329,9 +347,6 @@ class ElasticAgent:
         self._inbox.append((attempt, message))
         self._loop.wake()
 
-    def _post_failure(self, reason: str) -> None:
-        self._post(policy.ComponentFailed(reason))
-
     # -- the run ------------------------------------------------------------------------------
 
     def run(self) -> RunResult:
@@ -353,7 +368,7 @@ class ElasticAgent:
         self._has_run = True
         cause = None
         self._reporter.on_run_started()
-        with SignalObserver(self._options.handled_signals, self.handle_signal):
+        with self.signals.captured(self._options.handled_signals):
             try:
                 self._mark_progress()
                 self._loop.adopt()
@@ -422,12 +437,29 @@ class ElasticAgent:
         now = self._clock()
         if self._stopper.is_stopping:
             self._execute(self._stopper.poll(self._regroup_grace_s))
-        else:
+        elif not self._poll_ending_workers(now):
             self._poll_hang_detector(now)
         if self._now.state is AgentState.JOINING:
             self._blocking_handler.log_progress(now, self._reporter.reason)
         self._report_slots()
+        self._find_script_takes_notices()
         self._reporter.report_steps()
+
+    def _poll_ending_workers(self, now: float) -> bool:
+        """React to workers that have ended their program. Return True if one of them has failed.
+
+        Then the other workers may wait for it, and do not hang.
+        """
+        if self._now.state is not AgentState.RUNNING:
+            return False
+        ending = {
+            local: exit_
+            for local, exit_ in self.workers.ending_workers().items()
+            if local in self._now.running_ranks
+        }
+        self._ending, commands = self._ending.poll(now, ending, self._now.running_ranks)
+        self._execute(commands)
+        return any(exit_.returncode for exit_ in ending.values())
 
     def _poll_hang_detector(self, now: float) -> None:
         detector = self._hang_detector
@@ -529,21 +561,36 @@ class ElasticAgent:
         was_standby = local_rank in self.workers.standby_ranks()
         if local_rank in self.workers.regroupable_ranks():
             self._slots.report_can_regroup()
-        exit_ = self.reap(local_rank)
+        exit_ = self._reporter.add_exits_before(self.reap(local_rank))
         is_unsaved, is_undecided = self._stopper.is_unsaved(exit_, was_standby=was_standby)
         is_stopping = self._now.state is not AgentState.RUNNING
-        cause = self._reporter.on_worker_exited(exit_, is_stopping=is_stopping)
-        if cause is not None:
-            self._peers.publish(publish_root_cause(cause))
-        return policy.WorkerExited(exit_, is_unsaved, is_undecided, self._can_regroup())
+        failure = self._reporter.on_worker_exited(exit_, is_stopping=is_stopping)
+        if failure is not None and not was_standby:
+            kind = failure.failure_kind
+            generation = 0 if self._info is None else self._info.generation
+            cause = root_cause_of(failure, self._host, generation)
+            self._peers.publish(publish_root_cause(cause, kind))
+            if self._now.state is AgentState.STOPPING and not self._now.is_planned:
+                self._handler.report_evidence(failure.describe(), kind=kind)
+        return policy.WorkerExited(
+            exit_,
+            exited_before_saving=is_unsaved,
+            stop_call_undecided=is_undecided,
+            exited_in_group=not (was_standby or self._stopper.has_sent_signals),
+            can_regroup=self._can_regroup(),
+        )
 
     def _on_signal(self, number: int) -> AgentEvent:
         options, name = self._options, signal_name(number)
+        received = policy.SignalReceived(number, name, is_interrupt=number == signal.SIGINT)
+        if self._now.outcome is not None:
+            # The first signal has decided. This one is no request to save any more.
+            return received
         reason = options.drain_reason(number)
         is_drain = number in options.drain_signals
-        if is_drain or (number in options.notice_signals and self._ensure_notified(reason)):
+        if is_drain or (number in options.notice_signals and self._lets_script_save(reason)):
             return self._on_drain(number, name, reason)
-        return policy.SignalReceived(number, name)
+        return received
 
     def _on_drain(
         self, number: int, name: str, reason: str, *, ends_job: bool = False
@@ -585,16 +632,31 @@ class ElasticAgent:
         """
         return not self._is_restart_requested() and self._slots.can_regroup()
 
+    def _find_script_takes_notices(self) -> None:
+        """Find out whether the script calls `should_stop`, and tell the other nodes once."""
+        if self._script_takes_notices:
+            return
+        if self._handler.peers_take_notices():
+            self._script_takes_notices = True
+            log.debug("the script takes notices on another node: SIGTERM drains this node, too")
+        elif self.workers.takes_notices():
+            self._script_takes_notices = True
+            self._handler.report_takes_notices()
+
+    def _lets_script_save(self, reason: str) -> bool:
+        """Return True if SIGTERM is a drain: the workers have a notice, or the script takes them.
+
+        While the script is still loading, or no worker runs, nothing has to be saved. But the node
+        is as wanted as later, so its scheduler must requeue it.
+        """
+        return self._ensure_notified(reason) or self._script_takes_notices
+
     def _ensure_notified(self, reason: str) -> bool:
         """Give running workers a stop notice. Return True if the workers have one or may save."""
         if self._now.state is AgentState.RUNNING:
             notice = self._options.make_notice(reason)
             return notice is not None and self._stopper.notify(notice)
-        if self._now.state is AgentState.STOPPING:
-            return self._stopper.is_notified
-        # Schedulers repeat their signals, and a repeated one must not interrupt the save.
-        outcome = self._now.outcome
-        return outcome is not None and outcome.lets_workers_save
+        return self._now.state is AgentState.STOPPING and self._stopper.is_notified
 
     # -- commands -----------------------------------------------------------------------------
 
@@ -629,6 +691,11 @@ class ElasticAgent:
                 self._stopper.signal_workers(command)
             case policy.WorkersStopped():
                 self._on_workers_stopped(command)
+            case ReportEnding(text):
+                log.warning("%s", text)
+            case KillFailedWorker(local_rank, text):
+                log.warning("%s", text)
+                self.workers.stop((local_rank,), force=True)
             case policy.ReportFailure():
                 self._report_failure(command)
             case policy.ReportDrain(reason, ends_job):
@@ -643,7 +710,9 @@ class ElasticAgent:
             case DumpStacks():
                 self._start_stack_dump()
             case policy.HangDetected():
-                self._peers.publish(publish_root_cause(self._reporter.on_hang(command)))
+                cause = self._reporter.on_hang(command)
+                kind = FailureKind.STALLED if command.node_rank < 0 else FailureKind.HUNG
+                self._peers.publish(publish_root_cause(cause, kind))
                 self._react(attrs.evolve(command, can_regroup=self._can_regroup()))
             case _:
                 raise TypeError(f"unknown command: {command!r}")
@@ -666,7 +735,7 @@ class ElasticAgent:
         if not self._is_prepared or self._needs_check:
             work = partial(self._prepare, callback, self._is_prepared)
             self._check_end = Latch() if self._needs_check else None
-            daemon_thread(work, "agent-prepare", self._post_failure).start()
+            daemon_thread(work, "agent-prepare", self.fail).start()
             return
         if self._slots.should_prestart(self._info):
             self._react(policy.PeersStillTraining(self._all_local_ranks))
@@ -726,6 +795,7 @@ class ElasticAgent:
         info = require_not_none(self._info, "the generation")
         self._mark_progress(WORKER_START_TIMEOUT_S)
         self._stopper.on_group_started()
+        self._ending = EndingWorkers(self._ending.timeout_s)
         self._peers.start_generation(info)
         group = self._group = self._make_group(info)
         self._reporter.on_workers_starting(info, group)
@@ -735,7 +805,7 @@ class ElasticAgent:
         self._reporter.on_workers_started(group, self.workers.running(), self._start_numbers)
         if failure is not None:
             cause = self._reporter.on_failure_without_exit(failure.reason)
-            self._peers.publish(publish_root_cause(cause))
+            self._peers.publish(publish_root_cause(cause, FailureKind.RAISED))
             self._react(failure)
         elif self._options.hang_limits is not None:
             self._hang_detector = HangDetector(
@@ -819,7 +889,8 @@ class ElasticAgent:
         reason, budget = failure.reason, self._max_restarts or 0
         self._needs_check = self._options.check_node is not None
         self._reporter.on_failure(failure)
-        if self._handler.report_failure(reason, killed=failure.killed):
+        kind, hung_node_rank = failure.kind, failure.hung_node_rank
+        if self._handler.report_failure(reason, kind=kind, hung_node_rank=hung_node_rank):
             return
         # This rendezvous lets each agent count restarts.
         self._own_restarts += 1
@@ -857,7 +928,7 @@ class ElasticAgent:
             stacks = self.workers.dump_stacks(self.workers.running(), save=True)
             self._post_for_attempt(attempt, StacksDumped(stacks))
 
-        daemon_thread(dump, "agent-stacks", self._post_failure).start()
+        daemon_thread(dump, "agent-stacks", self.fail).start()
 
     # -- the end of the run -------------------------------------------------------------------
 
@@ -898,6 +969,7 @@ class ElasticAgent:
             (self._wait_for_check_end, CHECK_END_TIMEOUT_S),
             (self._peers.close, 0.0),
             (self.workers.kill_and_wait, 0.0),
+            (self._wait_for_background_processes, self._options.checkpoint_grace),
             (self._close_snapshot_service, SNAPSHOT_FLUSH_TIMEOUT_S),
             (self.workers.close, 0.0),
             (self._handler.shutdown, 0.0),
@@ -912,6 +984,20 @@ class ElasticAgent:
             except Exception:
                 log.exception("a part of the agent could not be closed; the other parts are closed")
 
+    def _wait_for_background_processes(self) -> None:
+        """Give what succeeded workers have started in the background time to end.
+
+        If the job has not succeeded, there is no wait: the node may have little time left, and new
+        workers may need what the processes use.
+        """
+        outcome = self._now.outcome
+        if outcome is not None and outcome.state is WorkerState.SUCCEEDED:
+            work = "the wait for processes that workers have started"
+            give_up_reason = partial(self.signals.reason_to_give_up, work, log.warning)
+            self.workers.wait_for_background_processes(
+                self._options.checkpoint_grace, give_up_reason
+            )
+
     def _wait_for_check_end(self) -> None:
         if self._check_end is not None and not self._check_end.wait(CHECK_END_TIMEOUT_S):
             log.warning("the check of this node did not end within %g s", CHECK_END_TIMEOUT_S)
@@ -921,31 +1007,12 @@ class ElasticAgent:
         if service is None:
             return
         succeeded = outcome is not None and outcome.state is WorkerState.SUCCEEDED
-        has_signal = outcome is not None and outcome.signal != 0
-        self._has_stop_signal = has_signal or bool(self._take_stop_signals())
-        unsaved = service.close(flush=not succeeded, cancel_reason=self._flush_cancel_reason)
+        work = "the final write of snapshots"
+        unsaved = service.close(
+            flush=not succeeded,
+            cancel_reason=partial(self.signals.reason_to_give_up, work, log.warning),
+        )
         self._reporter.unsaved_reason = unsaved
         self._reporter.saved_step = service.saved_step
         if unsaved:
             log.warning("%s", unsaved)
-
-    def _flush_cancel_reason(self) -> str:
-        """Return why the final write must end now, or "". Only a second stop signal ends it."""
-        signals = self._take_stop_signals()
-        if not signals:
-            return ""
-        name = signal_name(signals[-1])
-        if self._has_stop_signal:
-            return f"the agent received {name} again during the final write"
-        self._has_stop_signal = True
-        log.warning("received %s during the final write of snapshots: a second one ends it", name)
-        return ""
-
-    def _take_stop_signals(self) -> list[int]:
-        """Empty the inbox, and return the stop signals that it contained."""
-        numbers = []
-        while self._inbox:
-            _, message = self._inbox.popleft()
-            if isinstance(message, SignalNotice) and message.number in self._options.stop_signals:
-                numbers.append(message.number)
-        return numbers

@@ -15,7 +15,13 @@ from ..workers.interface import StopNotice, Workers
 from . import policy
 from .options import AgentOptions
 from .policy import AgentCommand
-from .stop_procedure import GROUP_BROKEN_TOPIC, STOP_TOPIC, StopProcedure, StopTimeouts
+from .stop_procedure import (
+    GROUP_BROKEN_TOPIC,
+    STOP_TOPIC,
+    StopProcedure,
+    StopStage,
+    StopTimeouts,
+)
 
 log = logging.getLogger("elasticlib.agent")
 
@@ -51,6 +57,11 @@ class GroupStopper:
     def is_notified(self) -> bool:
         """True if the workers of the group have received a stop notice."""
         return self._is_notified
+
+    @property
+    def has_sent_signals(self) -> bool:
+        """True once the workers of the group have received SIGTERM."""
+        return self._procedure is not None and self._procedure.stage > StopStage.NOTICE
 
     def set_deadline(self, deadline: float) -> tuple[AgentCommand, ...]:
         """Stop the workers in time for a deadline, also those that are being stopped.

@@ -1,11 +1,13 @@
 """Hang detector: finds workers that make no progress, and collects the evidence. Pure.
 
-A worker hangs if it is inactive for longer than its own steps explain. The reports of all nodes
-then show the slowest rank, which is the one that the other ranks wait for.
+A worker hangs if it is inactive for longer than its own steps explain. In synchronous training all
+ranks then make no progress, and most of them wait for one in a collective. The steps and the stacks
+of all nodes show which one. If they do not, no rank is named.
 """
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -112,6 +114,9 @@ class RankProgress:
     step: int  # last reported step, or NO_STEP
     inactive_s: float
     num_steps: int
+    node_rank: int = 0
+    is_attached: bool = True  # the worker has called context()
+    waits: bool | None = None  # the rank waits in a collective; None if that is unknown
 
     def __str__(self) -> str:
         at = "has made no step" if self.step == NO_STEP else f"is at step {self.step}"
@@ -120,6 +125,37 @@ class RankProgress:
 
 RankProgressList = tuple[RankProgress, ...]
 
+_FRAME = re.compile(r'^\s*File "(?P<file>[^"]*)", line \S+ in (?P<function>.*)$', re.MULTILINE)
+# The function that called these says for what the rank waits.
+_WAIT = re.compile(r"/(threading|queue|selectors)\.py$")
+# In these files, a rank waits for other ranks,
+_COLLECTIVES = re.compile(
+    r"/torch/distributed/(distributed_c10d|_functional_collectives)\.py$"
+    r"|/elasticlib/in_place/\w+\.py$"
+)
+_NO_COLLECTIVES = frozenset({"destroy_process_group", "_shutdown_backend", "_abort_process_group"})
+# and in these, it may compute or wait for other ranks: DDP and FSDP communicate in the backward.
+_UNCLEAR = re.compile(
+    r"/torch/(autograd|cuda|distributed|nn/parallel)/[\w/]+\.py$"
+    r"|/elasticlib/(checkpoint|logical|workers)/\w+\.py$"
+)
+
+
+def waits_in_collective(stack: str) -> bool | None:
+    """Return whether a rank with this stack of `faulthandler` waits in a collective.
+
+    Returns:
+        None if the stack does not show it.
+    """
+    frames = (frame for frame in _FRAME.finditer(stack) if not _WAIT.search(frame["file"]))
+    innermost = next(frames, None)
+    if innermost is None:
+        return None
+    file, function = innermost["file"], innermost["function"]
+    if _COLLECTIVES.search(file):
+        return function not in _NO_COLLECTIVES
+    return None if _UNCLEAR.search(file) else False
+
 
 def reporting_ranks(progress: Iterable[RankProgress]) -> list[RankProgress]:
     """Return the ranks that report steps or may be in their first step.
@@ -127,35 +163,76 @@ def reporting_ranks(progress: Iterable[RankProgress]) -> list[RankProgress]:
     A rank without steps is left out if another rank has reported more than one step. As long as no
     rank has, the rank without steps may be in its first step, and the other ranks may wait for it.
     """
-    ranks = list(progress)
+    ranks = [rank for rank in progress if rank.is_attached]
     has_two_steps = any(rank.num_steps > 1 for rank in ranks)
     return [rank for rank in ranks if rank.num_steps or not has_two_steps]
 
 
-def slowest_rank(progress: Iterable[RankProgress]) -> RankProgress | None:
-    """Return the rank with the lowest step; of several, the rank inactive for the longest time."""
-    return min(
-        reporting_ranks(progress),
-        key=lambda rank: (rank.step, -rank.inactive_s, rank.rank),
-        default=None,
-    )
+def find_hung_rank(
+    progress: Iterable[RankProgress], *, num_missing: int = 0
+) -> RankProgress | None:
+    """Return the rank for which the others wait, or None if the evidence does not name one.
+
+    A rank that waits in a collective is not the cause while another rank is elsewhere. Without
+    such a difference, it is the rank that is behind all others.
+
+    Args:
+        progress: the progress of the known ranks.
+        num_missing: nodes that have not reported theirs.
+    """
+    ranks = list(progress)
+    suspects = [rank for rank in ranks if rank.waits is False]
+    if len(suspects) == len(ranks) or not any(rank.waits for rank in ranks):
+        suspects = reporting_ranks(ranks)
+        if len(ranks) + num_missing > 1 and len({rank.step for rank in suspects}) == 1:
+            return None
+    lowest = min((rank.step for rank in suspects), default=NO_STEP)
+    slowest = [rank for rank in suspects if rank.step == lowest]
+    return slowest[0] if len(slowest) == 1 else None
 
 
-def describe_hang(progress: Iterable[RankProgress], limit: float) -> str:
-    """Return one line with the slowest rank, the steps of the other ranks, and the limit."""
-    ranks = reporting_ranks(progress)
-    slowest = slowest_rank(ranks)
-    if slowest is None:
+def describe_hang(progress: Iterable[RankProgress], limit: float, *, num_missing: int = 0) -> str:
+    """Return one line with the rank that hangs, the steps of the other ranks, and the limit.
+
+    Args:
+        progress: the progress of the known ranks.
+        limit: the limit of inactivity in seconds.
+        num_missing: nodes that have not reported theirs.
+    """
+    ranks = list(progress)
+    hung, reporting = find_hung_rank(ranks, num_missing=num_missing), reporting_ranks(ranks)
+    end = f"the limit is {limit:.1f} s (hang, --hang-timeout)"
+    if num_missing:
+        nodes = "1 node has" if num_missing == 1 else f"{num_missing} nodes have"
+        end = f"{nodes} not reported; {end}"
+    if not ranks:
         return f"hung: no worker made a step within {limit:.1f} s (hang, --hang-timeout)"
-    other_steps = sorted({rank.step for rank in ranks if rank.rank != slowest.rank})
-    others = ""
-    if other_steps == [slowest.step]:
-        others = "; the others are at the same step, and the stacks show for which rank they wait"
-    elif other_steps:
-        first, last = other_steps[0], other_steps[-1]
-        steps = f"{first}" if first == last else f"{first} to {last}"
-        others = f"; the others are at step {steps}".replace(str(NO_STEP), "none")
-    return f"hung: {slowest}{others}; the limit is {limit:.1f} s (hang, --hang-timeout)"
+    if hung is not None:
+        num_waiting = sum(rank.waits is True for rank in ranks if rank is not hung)
+        if hung.waits is False and num_waiting:
+            wait = "another rank waits" if num_waiting == 1 else f"{num_waiting} other ranks wait"
+            return f"hung: {hung}, and is in no collective, while {wait} in one; {end}"
+        return f"hung: {hung}{_describe_steps(hung.step, reporting)}; {end}"
+    lowest = min((rank.step for rank in reporting), default=NO_STEP)
+    slowest = [rank for rank in reporting if rank.step == lowest] or ranks
+    who = str(slowest[0])
+    if len(slowest) > 1:
+        at = "have made no step" if lowest == NO_STEP else f"are at step {lowest}"
+        seconds = max(rank.inactive_s for rank in slowest)
+        numbers = format_ranks([rank.rank for rank in slowest])
+        who = f"{numbers} {at}, inactive for up to {seconds:.1f} s"
+    others = _describe_steps(lowest, reporting)
+    all_wait = ": all wait in a collective" if all(rank.waits for rank in ranks) else ""
+    return f"hung: {who}{others}; no rank stands out{all_wait}, and the stacks show more; {end}"
+
+
+def _describe_steps(lowest: int, ranks: Iterable[RankProgress]) -> str:
+    """Return the steps of the ranks that are beyond the lowest one, or an empty text."""
+    steps = sorted({rank.step for rank in ranks if rank.step != lowest})
+    if not steps:
+        return ""
+    first, last = steps[0], steps[-1]
+    return f"; the others are at step {first}" + (f" to {last}" if last != first else "")
 
 
 def encode_progress(progress: Iterable[RankProgress]) -> bytes:
@@ -233,10 +310,20 @@ class HangDetector:
         The report waits for the stacks: a node that learns of the hang could stop the job while
         the slowest worker's stacks are being written.
         """
-        detector = attrs.evolve(self, stacks=stacks, peer_deadline=now + PEER_REPORT_TIMEOUT_S)
+        texts = {self.ranks[local_rank]: text for local_rank, text in stacks.items()}
+        progress = [
+            attrs.evolve(rank, waits=waits_in_collective(texts.get(rank.rank, "")))
+            for rank in self.own_progress
+        ]
+        detector = attrs.evolve(
+            self,
+            stacks=stacks,
+            own_progress=progress,
+            peer_deadline=now + PEER_REPORT_TIMEOUT_S,
+        )
         if not self.num_peers:
             return detector, ()
-        report = encode_progress(self.own_progress)
+        report = encode_progress(progress)
         return detector, (Publish(HANG_TOPIC, str(self.node_rank), report),)
 
     def poll(self, now: float, heartbeats: Mapping[int, Heartbeat]) -> HangTransition:
@@ -272,9 +359,10 @@ class HangDetector:
                 heartbeat.step,
                 round(now - max(heartbeat.last_activity_at, self.started_at), 3),
                 heartbeat.num_steps,
+                self.node_rank,
+                heartbeat.is_attached,
             )
             for local_rank, heartbeat in heartbeats.items()
-            if heartbeat.is_attached
         ]
         inactive_since = now - inactivity.seconds
         detector = attrs.evolve(
@@ -288,11 +376,18 @@ class HangDetector:
         is_waiting = len(self.peer_reports) < self.num_peers and now < self.peer_deadline
         if self.stacks is None or is_waiting:
             return self, ()
-        reason = describe_hang(self._all_progress, suspect.limit)
-        return self, (HangDetected(reason, self.inactive_since, self.stack_report()),)
+        progress, stacks = self._all_progress, self.stack_report()
+        num_missing = max(0, self.num_peers - len(self.peer_reports))
+        reason = describe_hang(progress, suspect.limit, num_missing=num_missing)
+        event = HangDetected(reason, self.inactive_since, stacks)
+        hung = find_hung_rank(progress)
+        if hung is not None and not num_missing:
+            # The ranks of a node that has not reported may be the cause.
+            event = attrs.evolve(event, node_rank=hung.node_rank, host=hung.host)
+        return self, (event,)
 
     def stack_report(self) -> str:
-        """Return the stacks of those ranks of this node that are at the job's lowest step.
+        """Return the stacks of those ranks of this node that hang or are at the job's lowest step.
 
         The rarest stacks come first, because most ranks wait for the one that hangs.
         """
@@ -300,6 +395,7 @@ class HangDetector:
         step = min((rank.step for rank in ranks), default=NO_STEP)
         at = "before the first step" if step == NO_STEP else f"at step {step}"
         slowest = {rank.rank for rank in ranks if rank.step == step}
+        slowest |= {hung.rank for hung in [find_hung_rank(self._all_progress)] if hung}
         texts = {self.ranks[local_rank]: text for local_rank, text in (self.stacks or {}).items()}
         groups = group_stacks({rank: text for rank, text in texts.items() if rank in slowest})
         return "\n\n".join(

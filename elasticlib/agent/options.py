@@ -6,10 +6,7 @@ Each default is defined here only.
 from __future__ import annotations
 
 import signal
-import threading
 from collections.abc import Callable, Iterable
-from types import FrameType
-from typing import Any
 
 import attrs
 
@@ -108,31 +105,3 @@ class AgentOptions:
     def drain_reason(self, number: int) -> str:
         """Return the reason of the notice that workers get on this signal."""
         return PREEMPTED if number in NOTICE_SIGNALS else DRAIN
-
-
-class SignalObserver:
-    """Context manager that passes signals to a callback, except those ignored on entry.
-
-    Outside the main thread it does nothing, because Python delivers signals only there.
-    """
-
-    def __init__(self, numbers: Iterable[int], on_signal: Callable[[int], None]) -> None:
-        self._numbers = tuple(numbers)
-        self._on_signal = on_signal
-        self._previous: dict[int, Any] = {}  # handlers to restore, by signal
-
-    def __enter__(self) -> SignalObserver:
-        if threading.current_thread() is threading.main_thread():
-            for number in self._numbers:
-                if signal.getsignal(number) is not signal.SIG_IGN:
-                    self._previous[number] = signal.signal(number, self._handle)
-        return self
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        del frame
-        self._on_signal(number)
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous.clear()

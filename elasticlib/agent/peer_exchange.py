@@ -19,7 +19,7 @@ import attrs
 from ..clock import Clock, monotonic
 from ..errors import StoreError, StoreRejectedError, format_error
 from ..rendezvous.interface import RendezvousInfo
-from ..stores.interface import ABSENT, Listing, Store, WatchResult
+from ..stores.interface import ABSENT, CancelWatch, Listing, Store, WatchResult
 from ..threads import daemon_thread
 from .policy import Publish, Subscribe
 
@@ -84,6 +84,7 @@ class PeerExchange:
         self._topics: set[str] = set()  # subscribed topics
         self._stale: dict[str, Listing | None] = {}  # topics to deliver, with known content
         self._polled: dict[str, int] = {}  # topics without notifications, with delivered version
+        self._watches: dict[str, CancelWatch] = {}  # by topic, of the current generation
         self._retry_at = 0.0
         self._is_store_down = False
 
@@ -135,6 +136,7 @@ class PeerExchange:
                 self._wait_for_changes()
             else:
                 if request is None:
+                    self._cancel_watches()
                     return
                 self._accept(*request)
             if self._served is not None and self._served.store is not None:
@@ -163,6 +165,7 @@ class PeerExchange:
                     self._retry_at = self._clock() + RETRY_DELAY_S
             return
         if info is not self._served:
+            self._cancel_watches()
             self._served = info
             for content in (self._unpublished, self._topics, self._stale, self._polled):
                 content.clear()
@@ -208,6 +211,8 @@ class PeerExchange:
         self._unpublished = deque(item for item in self._unpublished if item.topic != topic)
         self._stale.pop(topic, None)
         self._topics.discard(topic)
+        if (cancel := self._watches.pop(topic, None)) is not None:
+            self._cancel(cancel)
 
     def _write(self, store: Store, prefix: str, message: Publish) -> None:
         key = f"{prefix}{message.topic}{message.key}"
@@ -229,11 +234,26 @@ class PeerExchange:
             if info is not None:
                 self._requests.put((info, _TopicChanged(topic, result)))
 
-        if not store.watch(
+        cancel = store.watch(
             key_prefix, after=listing.version, callback=on_change, with_listing=True
-        ):
+        )
+        if cancel is None:
             self._polled[topic] = listing.version
+        else:
+            self._watches[topic] = cancel
         del self._stale[topic]
+
+    def _cancel_watches(self) -> None:
+        """Cancel the watches of a generation. Without a change they would stay in the store."""
+        watches, self._watches = self._watches, {}
+        for cancel in watches.values():
+            self._cancel(cancel)
+
+    def _cancel(self, cancel: CancelWatch) -> None:
+        try:
+            cancel()
+        except Exception as error:  # a user's store may raise any exception
+            log.info("cannot cancel a watch in the store: %s", format_error(error))
 
     def _wait_for_changes(self) -> None:
         """Wait for changes in a store that cannot notify."""

@@ -14,6 +14,7 @@ import attrs
 
 from ..errors import InvalidTransitionError, RendezvousConfigError
 from ..rendezvous import store_layout
+from ..rendezvous.blame import FailureKind
 from ..rendezvous.membership import Change, ChangeKind
 from ..rendezvous.store_layout import encode as encode
 from ..workers.exits import WorkerExit
@@ -64,6 +65,8 @@ class SupervisorState:
     is_prestarting: bool = False
     # The workers are stopped to be replaced, so that none may continue in the next group.
     must_restart: bool = False
+    # The workers are stopped although no failure and no loss has ended the generation.
+    is_planned: bool = False
 
 
 class AgentEvent:
@@ -120,6 +123,7 @@ class WorkerExited(AgentEvent):
     exit: WorkerExit
     exited_before_saving: bool = False  # it failed or was killed after it had a stop notice
     stop_call_undecided: bool = False  # the remaining workers cannot agree on a stop call any more
+    exited_in_group: bool = False  # it had not left its group, and had received no signal
     can_regroup: bool = False
 
 
@@ -130,6 +134,8 @@ class HangDetected(AgentEvent, AgentCommand):
     reason: str
     inactive_since: float = 0.0
     stacks: str = ""  # of the slowest rank, if it is on this node
+    node_rank: int = -1  # group rank of the node whose worker hangs; -1 if the evidence names none
+    host: str = ""  # name of that node's host
     can_regroup: bool = False
 
 
@@ -158,10 +164,11 @@ class ComponentFailed(AgentEvent):
 
 @attrs.frozen
 class SignalReceived(AgentEvent):
-    """The agent received a signal that ends its run."""
+    """The agent received a signal that ends its run, or another one after the run began to end."""
 
     number: int
     name: str
+    is_interrupt: bool = False  # SIGINT, by which a user skips to the next step of a stop
 
 
 @attrs.frozen
@@ -236,7 +243,8 @@ class ReportFailure(AgentCommand):
     """Report a failure of workers to the rendezvous."""
 
     reason: str
-    killed: bool = False  # a signal from outside killed the worker
+    kind: FailureKind = FailureKind.RAISED
+    hung_node_rank: int = -1  # group rank of the node that hangs, if the kind is HUNG
 
 
 @attrs.frozen
@@ -371,7 +379,7 @@ def _on_worker_exited(now: SupervisorState, event: WorkerExited) -> Transition:
         now, running_ranks=now.running_ranks - exited, standby_ranks=now.standby_ranks - exited
     )
     if not event.exit.succeeded:
-        failure = ReportFailure(event.exit.describe(), event.exit.was_killed)
+        failure = ReportFailure(event.exit.describe(), event.exit.root_failure.failure_kind)
         return _report_failure_and_stop(now, failure, can_regroup=event.can_regroup)
     if now.running_ranks:
         return now, ()
@@ -379,10 +387,14 @@ def _on_worker_exited(now: SupervisorState, event: WorkerExited) -> Transition:
     return finished, (ReportSuccess(),)
 
 
-def _on_start_failure_or_hang(
-    now: SupervisorState, event: WorkerStartFailed | HangDetected
-) -> Transition:
+def _on_start_failure(now: SupervisorState, event: WorkerStartFailed) -> Transition:
     return _report_failure_and_stop(now, ReportFailure(event.reason), can_regroup=event.can_regroup)
+
+
+def _on_hang(now: SupervisorState, event: HangDetected) -> Transition:
+    kind = FailureKind.STALLED if event.node_rank < 0 else FailureKind.HUNG
+    failure = ReportFailure(event.reason, kind, event.node_rank)
+    return _report_failure_and_stop(now, failure, can_regroup=event.can_regroup)
 
 
 def _report_failure_and_stop(
@@ -402,7 +414,9 @@ def _on_membership_changed(now: SupervisorState, event: MembershipChanged) -> Tr
         return attrs.evolve(now, state=AgentState.STOPPING), (Regroup(),)
     must_restart = kind is ChangeKind.RESTART
     notice = RESTART if must_restart else RESIZE if kind.is_planned else ""
-    now = attrs.evolve(now, state=AgentState.STOPPING, must_restart=must_restart)
+    now = attrs.evolve(
+        now, state=AgentState.STOPPING, must_restart=must_restart, is_planned=kind.is_planned
+    )
     return now, (StopWorkers(notice),)
 
 
@@ -432,7 +446,14 @@ def _on_exit_while_stopping(now: SupervisorState, event: WorkerExited) -> Transi
         # The state does not change, but the reason mentions the worker that did not save.
         reason = f"{outcome.reason}, but {event.exit.describe()} before it had saved"
         now = attrs.evolve(now, outcome=attrs.evolve(outcome, reason=reason))
-    return now, (ShortenNotice(),) if event.stop_call_undecided else ()
+    commands: tuple[AgentCommand, ...] = (ShortenNotice(),) if event.stop_call_undecided else ()
+    has_failed = not event.exit.succeeded and event.exited_in_group and event.can_regroup
+    if has_failed and now.is_planned and now.state is AgentState.STOPPING:
+        # No worker has to exit for this resize, and nothing else counts its failure: a script that
+        # fails in each group would never end.
+        failure = ReportFailure(event.exit.describe(), event.exit.root_failure.failure_kind)
+        now, commands = attrs.evolve(now, is_planned=False), (failure, *commands)
+    return now, commands
 
 
 def _on_change_while_stopping(now: SupervisorState, event: MembershipChanged) -> Transition:
@@ -450,8 +471,9 @@ def _on_drain_while_ending(now: SupervisorState, event: DrainRequested) -> Trans
     return attrs.evolve(now, outcome=outcome_of(event)), (ReportDrain(event.name, ends_job=True),)
 
 
-def _escalate(now: SupervisorState, _event: SignalReceived) -> Transition:
-    return now, (EscalateStop(),)
+def _on_signal_while_ending(now: SupervisorState, event: SignalReceived) -> Transition:
+    # Batch systems repeat every signal except SIGINT, which is how a user interrupts a stop.
+    return now, (EscalateStop(),) if event.is_interrupt else ()
 
 
 def _on_workers_stopped(now: SupervisorState, event: WorkersStopped) -> Transition:
@@ -499,9 +521,9 @@ TRANSITIONS: dict[tuple[AgentState, type], Callable[..., Transition]] = {
     (_S.JOINING, ComponentFailed): _end_without_group,
     (_S.JOINING, DrainRequested): _end_without_group,
     (_S.JOINING, WorkerExited): _on_standby_worker_exited,
-    (_S.RUNNING, WorkerStartFailed): _on_start_failure_or_hang,
+    (_S.RUNNING, WorkerStartFailed): _on_start_failure,
     (_S.RUNNING, WorkerExited): _on_worker_exited,
-    (_S.RUNNING, HangDetected): _on_start_failure_or_hang,
+    (_S.RUNNING, HangDetected): _on_hang,
     (_S.RUNNING, MembershipChanged): _on_membership_changed,
     (_S.RUNNING, SignalReceived): _end_run(StopWorkers),
     (_S.RUNNING, ComponentFailed): _end_run(StopWorkers),
@@ -521,7 +543,7 @@ TRANSITIONS: dict[tuple[AgentState, type], Callable[..., Transition]] = {
     (_S.ENDING, WorkerExited): _on_exit_while_stopping,
     (_S.ENDING, WorkersStopped): _on_workers_stopped,
     (_S.ENDING, MembershipChanged): _ignore,
-    (_S.ENDING, SignalReceived): _escalate,
+    (_S.ENDING, SignalReceived): _on_signal_while_ending,
     (_S.ENDING, ComponentFailed): _ignore,
     (_S.ENDING, DrainRequested): _on_drain_while_ending,
 }

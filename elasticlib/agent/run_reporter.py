@@ -1,7 +1,8 @@
 """Report of an agent's run: log messages, events, the root cause over all nodes, and the result.
 
-The root cause is the failure that the job's store accepted first. Other nodes add the ranks that
-failed later. So clocks of different machines are never compared. This module decides nothing.
+The root cause is the failure with the strongest evidence (`rendezvous/blame.py`); of several, the
+one that the job's store accepted first. Other nodes add the ranks that failed later. So clocks of
+different machines are never compared. This module decides nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from ..clock import Clock
 from ..observe.formatting import format_ranks
 from ..observe.journal import Journal, SafeCaller
 from ..observe.step_monitor import MAX_INTERVAL_S, StepMonitor
+from ..rendezvous.blame import FailureKind, find_cause
 from ..rendezvous.interface import RendezvousInfo
 from ..rendezvous.membership import Change, ChangeKind
 from ..sanitize import shorten
@@ -29,7 +31,7 @@ from .policy import AgentEvent, Publish, RunOutcome, decode, encode
 log = logging.getLogger("elasticlib.agent")
 
 ROOT_CAUSE_TOPIC = "cause/"
-FIRST_FAILURE_KEY = "first"  # the first failure of the generation
+FIRST_FAILURE_PREFIX = "first/"  # followed by a FailureKind: the first failure of that kind
 FAILED_RANKS_PREFIX = "also/"  # followed by a node's rank: all its ranks that failed
 
 MAX_STACK_LINES = 40
@@ -59,9 +61,10 @@ def root_cause_of(failure: WorkerExit, host: str, generation: int) -> RootCause:
     )
 
 
-def publish_root_cause(cause: RootCause) -> Publish:
-    """Return the command that publishes a root cause, unless a node has published one before."""
-    return Publish(ROOT_CAUSE_TOPIC, FIRST_FAILURE_KEY, encode(cause), only_if_absent=True)
+def publish_root_cause(cause: RootCause, kind: FailureKind) -> Publish:
+    """Return the command that publishes a root cause, unless a node has published an equal kind."""
+    key = f"{FIRST_FAILURE_PREFIX}{kind.value}"
+    return Publish(ROOT_CAUSE_TOPIC, key, encode(cause), only_if_absent=True)
 
 
 def publish_failed_ranks(node_rank: int, ranks: Collection[int]) -> Publish:
@@ -72,8 +75,9 @@ def publish_failed_ranks(node_rank: int, ranks: Collection[int]) -> Publish:
 
 def merge_root_cause(messages: Mapping[str, bytes]) -> RootCause | None:
     """Combine the published root cause with the failed ranks. None if no cause is published."""
-    data = messages.get(FIRST_FAILURE_KEY)
-    cause = None if data is None else decode(RootCause, data)
+    by_strength = sorted(FailureKind, key=lambda kind: -kind.strength)
+    published = (messages.get(f"{FIRST_FAILURE_PREFIX}{kind.value}", b"") for kind in by_strength)
+    cause = next(filter(None, (decode(RootCause, data) for data in published)), None)
     if cause is None:
         return None
     ranks: set[int] = set()
@@ -121,7 +125,7 @@ class RunReporter:
         self._started_at = clock()  # start of the current group
         self._stop_started_at = clock()
         self._reason = "the first generation of this node"  # why the last group ended
-        self._is_planned = False  # the last group ended for a resize or a drain
+        self._is_planned = False  # the last group ended for a resize or a drain, without a failure
         self._inactive_since: float | None = None  # last progress before a hang
         self._group: WorkerGroup | None = None
         self._exits: dict[int, WorkerExit] = {}  # by local rank, in order
@@ -228,7 +232,7 @@ class RunReporter:
         self.report_steps(final=True)
         self._steps = None
 
-    def on_worker_exited(self, exit_: WorkerExit, *, is_stopping: bool) -> RootCause | None:
+    def on_worker_exited(self, exit_: WorkerExit, *, is_stopping: bool) -> WorkerExit | None:
         """Report the exit of a worker.
 
         Args:
@@ -236,7 +240,7 @@ class RunReporter:
             is_stopping: the workers were being stopped.
 
         Returns:
-            The failure that the other nodes must know, or None if the worker has not failed.
+            The failure that the other nodes must know, or None if this exit tells them nothing.
         """
         self._record(
             "worker.exited",
@@ -253,22 +257,34 @@ class RunReporter:
         # A worker that was stopped has failed only if it reported a failure before.
         if exit_.succeeded or exit_.has_failed or not is_stopping:
             self._exits[exit_.local_rank] = exit_
-        if exit_.succeeded or is_stopping:
+        cause = exit_.root_failure
+        is_evidence = exit_.failed_before_stop and cause.failure_kind.names_host
+        if exit_.succeeded or (is_stopping and not is_evidence):
             return None
-        return root_cause_of(exit_, self._host, self._generation)
+        return find_cause((cause, *self._root_failures))
 
-    def on_failure_without_exit(self, reason: str) -> RootCause:
-        """Record a failed start of workers, or a hang. Return the root cause to publish."""
+    def add_exits_before(self, exit_: WorkerExit) -> WorkerExit:
+        """Return the exit with the ranks of this node that had exited with success before."""
+        left = tuple(sorted(other.rank for other in self._exits.values() if other.succeeded))
+        return attrs.evolve(exit_, ranks_left_before=left)
+
+    def on_failure_without_exit(self, reason: str, host: str = "") -> RootCause:
+        """Record a failed start of workers, or a hang. Return the root cause to publish.
+
+        Args:
+            reason: what has failed.
+            host: the host of the worker that hangs. Default: this one.
+        """
         numbers, text = (self._generation, -1, -1), shorten(reason, MAX_LINE_BYTES)
         self._failure_without_exit = RootCause(
-            self._host, *numbers, pid=0, returncode=0, signal="", summary=text
+            host or self._host, *numbers, pid=0, returncode=0, signal="", summary=text
         )
         return self._failure_without_exit
 
     def on_hang(self, event: policy.HangDetected) -> RootCause:
         """Log the stacks of a hang, and record the hang. Return the root cause to publish."""
         self.log_stacks(event.stacks)
-        return self.on_failure_without_exit(event.reason)
+        return self.on_failure_without_exit(event.reason, event.host)
 
     def log_stacks(self, stacks: str) -> None:
         """Log the first lines of the stacks, if there are any."""
@@ -289,8 +305,15 @@ class RunReporter:
 
     def on_failure(self, failure: policy.ReportFailure) -> None:
         log.warning("%s", failure.reason)
+        self._is_planned = False  # It may have happened during a resize.
         since = self._inactive_since
-        kind = "hang" if since is not None else "killed" if failure.killed else "ordinary"
+        kind = (
+            "hang"
+            if since is not None
+            else "killed"
+            if failure.kind is FailureKind.KILLED
+            else "ordinary"
+        )
         inactive_s = None if since is None else round(self._clock() - since, 3)
         self._record(
             "failure",
@@ -335,11 +358,14 @@ class RunReporter:
 
     def local_root_cause(self) -> RootCause | None:
         """Return why the last generation failed, as far as this node knows."""
-        failed = [exit_ for exit_ in self._exits.values() if exit_.has_failed]
-        if not failed:
+        if not self._root_failures:
             return self._failure_without_exit
-        cause = root_cause_of(failed[0], self._host, self._generation)
+        cause = root_cause_of(find_cause(self._root_failures), self._host, self._generation)
         return with_subsequent_ranks(cause, self.failed_ranks)
+
+    @property
+    def _root_failures(self) -> list[WorkerExit]:
+        return [exit_.root_failure for exit_ in self._exits.values() if exit_.has_failed]
 
     def finish(self, outcome: RunOutcome, cause: RootCause | None) -> RunResult:
         """Report the end of the run, and return its result. `cause`: why the job failed."""

@@ -111,7 +111,8 @@ class StopProposal:
     grace_s: float = 0.0  # time that is left to save
 
 
-# Published if workers are stopped without a notice, so that no other node waits for a proposal.
+# Published if workers are stopped without a notice, or if a node has stopped waiting for a common
+# call, so that no other node waits for its proposal.
 NO_COMMON_CALL = StopProposal(None)
 # Published if all workers of the node have succeeded, and any call is acceptable.
 STOP_AT_ANY_CALL = StopProposal(1, RESIZE, 1e6)
@@ -173,7 +174,7 @@ class StopProcedure:
     is_leaving: bool = False  # the workers know that their group is over
     started_at: float = 0.0  # start of the stages
     stage: StopStage = StopStage.NOTICE
-    is_killed_early: bool = False  # a further signal has ended the time after SIGTERM
+    is_killed_early: bool = False  # a SIGINT has ended the time after SIGTERM
     notice: StopNotice | None = None  # the current notice, None without one
     deadline: float = 0.0  # end of the time to agree on a call
     own_proposal: StopProposal | None = None  # what this node has published
@@ -201,12 +202,15 @@ class StopProcedure:
 
     def start(self, now: float, notice: StopNotice | None) -> StopTransition:
         """Start the procedure. The workers have received `notice`, or are stopped without one."""
-        if notice is None and self.regroup_grace_s:
-            return self._start_leaving(now), (LeaveGroup(), *self._publish_proposal(NO_COMMON_CALL))
         if notice is None:
+            procedure = attrs.evolve(self, own_proposal=NO_COMMON_CALL)
+            published = self._publish_proposal(NO_COMMON_CALL)
+            if self.regroup_grace_s:
+                return procedure._start_leaving(now), (LeaveGroup(), *published)
             timeouts = self.timeouts.with_notice(0.0)
-            procedure = attrs.evolve(self, timeouts=timeouts, started_at=now, stage=StopStage.TERM)
-            return procedure, (SignalWorkers(), *self._publish_proposal(NO_COMMON_CALL))
+            stage = StopStage.TERM
+            procedure = attrs.evolve(procedure, timeouts=timeouts, started_at=now, stage=stage)
+            return procedure, (SignalWorkers(), *published)
         procedure = attrs.evolve(
             self,
             timeouts=self.timeouts.with_notice(notice.grace_s),
@@ -287,7 +291,8 @@ class StopProcedure:
         """
         procedure, negotiation = self._negotiate(now, call)
         procedure, stages = procedure._advance_stage(now, ", ".join(running))
-        return procedure, (*negotiation, *stages)
+        procedure, withdrawal = procedure._withdraw()
+        return procedure, (*negotiation, *stages, *withdrawal)
 
     def _negotiate(self, now: float, call: int | None) -> StopTransition:
         """Publish this node's proposal once it is known, and act on the nodes' agreement."""
@@ -333,11 +338,30 @@ class StopProcedure:
             )
         if self.stage < StopStage.KILL <= stage:
             late = f"still running {timeouts.shutdown_timeout:g} s after SIGTERM"
-            reason = "a further signal arrived" if self.is_killed_early else late
+            reason = "SIGINT arrived" if self.is_killed_early else late
             commands.append(SignalWorkers(f"{reason}, killing: {running}", force=True))
         if stage is StopStage.GIVE_UP:
             commands.append(WorkersStopped(unkillable=running))
         return attrs.evolve(self, stage=stage, started_at=started_at), tuple(commands)
+
+    def _withdraw(self) -> StopTransition:
+        """Publish that there is no common call, if this node has stopped waiting for one.
+
+        Otherwise the workers of the other nodes would wait for this node in `should_stop` until
+        their time to save is over. A call that this node has proposed is replaced, because its
+        workers get a signal before they reach it.
+        """
+        has_given_up = self.is_leaving or self.stage > StopStage.NOTICE
+        is_open = self.agreement is None or self.agreement.call is None
+        if not (self.is_coordinated and has_given_up and is_open):
+            return self, ()
+        is_known = agree_on_stop(self.proposals, self.num_nodes) == NO_COMMON_CALL
+        if is_known or self.own_proposal == NO_COMMON_CALL:
+            return self, ()
+        withdrawal = propose_stop(self.node_rank, NO_COMMON_CALL)
+        withdrawal = attrs.evolve(withdrawal, only_if_absent=False)
+        procedure = attrs.evolve(self, own_proposal=NO_COMMON_CALL)
+        return procedure, (withdrawal,) if self._has_peers else ()
 
     def _explain_notice_end(self) -> str:
         """Return why the workers do not get more time before SIGTERM."""
@@ -358,7 +382,9 @@ class StopProcedure:
     def _publish_proposal(self, proposal: StopProposal) -> tuple[AgentCommand, ...]:
         if not self._has_peers:
             return ()
-        return propose_stop(self.node_rank, proposal), Subscribe(STOP_TOPIC)
+        publish = propose_stop(self.node_rank, proposal)
+        # Without a call of its own, this node does not need the proposals of the others.
+        return (publish,) if proposal.call is None else (publish, Subscribe(STOP_TOPIC))
 
     def _subscribe_to_broken_group(self) -> tuple[AgentCommand, ...]:
         uses_topic = self.regroup_grace_s > 0 and self._has_peers

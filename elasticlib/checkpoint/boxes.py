@@ -217,14 +217,16 @@ def shards_by_tensor(parts: Shards) -> dict[str, list[tuple[int, int, TensorShar
         part, the index of the shard in the part, and the shard.
 
     Raises:
-        CheckpointCorruptError: two parts disagree on the shape or the dtype of a tensor.
+        CheckpointCorruptError: two parts of a mesh disagree on the shape or the dtype of a tensor.
     """
     tensors: dict[str, list[tuple[int, int, TensorShard]]] = {}
+    first_on_mesh: dict[tuple[str, str], tuple[int, TensorShard]] = {}
     for part, shards in sorted(parts.items()):
         for index, shard in enumerate(shards):
-            rows = tensors.setdefault(shard.name, [])
-            rows.append((part, index, shard))
-            first_part, _, first = rows[0]
+            tensors.setdefault(shard.name, []).append((part, index, shard))
+            # Two pipeline stages can have different tensors of one name, each on its own mesh.
+            key = (shard.name, shard.mesh)
+            first_part, first = first_on_mesh.setdefault(key, (part, shard))
             if (shard.shape, shard.dtype) != (first.shape, first.dtype):
                 raise CheckpointCorruptError(
                     f"{shard.name} is a {first.dtype} of {first.shape} in part {first_part}, and "
@@ -258,11 +260,10 @@ def describe_missing(parts: Shards, num_parts: int) -> str:
     num_missing: dict[tuple[Any, ...], int] = {}  # by shape and boxes, which most tensors share
     incomplete = []
     for name, rows in shards_by_tensor(parts).items():
-        shape = rows[0][2].shape
-        boxes: dict[str, list[Box]] = {}
+        boxes: dict[tuple[str, tuple[int, ...]], list[Box]] = {}
         for _, _, shard in rows:
-            boxes.setdefault(shard.mesh, []).append(shard.box)
-        for available in boxes.values():
+            boxes.setdefault((shard.mesh, shard.shape), []).append(shard.box)
+        for (_, shape), available in boxes.items():
             key = (shape, *available)
             if key not in num_missing:
                 _, missing = cover_box(Box.full(shape), ((None, box) for box in available))
@@ -293,10 +294,33 @@ def describe_missing(parts: Shards, num_parts: int) -> str:
 def multi_mesh_tensors(parts: Shards) -> set[str]:
     """Return the names under which shards on several meshes were saved.
 
-    The stages of a pipeline can have different tensors of the same name, each on its own mesh.
+    They can be copies of one tensor: tensor parallelism leaves some layers whole, and each of its
+    ranks shards them over a mesh of its own. Or they are different tensors, as in the stages of a
+    pipeline. `different_tensors` tells one from the other.
     """
     tensors = shards_by_tensor(parts).items()
     return {name for name, rows in tensors if len({shard.mesh for _, _, shard in rows}) > 1}
+
+
+def different_tensors(parts: Shards, digests: Mapping[tuple[int, int], str]) -> set[str]:
+    """Return the names under which meshes have tensors that differ, or that cannot be compared.
+
+    Args:
+        parts: all parts.
+        digests: of the elements of shards, by part and index in the part: those of all shards of
+            the tensors in question.
+    """
+    different = set()
+    for name, rows in shards_by_tensor(parts).items():
+        contents: dict[str, dict[Box, tuple[Any, ...]]] = {}
+        for part, index, shard in rows:
+            if (part, index) in digests:
+                content = (shard.dtype, shard.shape, digests[part, index])
+                contents.setdefault(shard.mesh, {}).setdefault(shard.box, content)
+        first, *others = contents.values() or [{}]
+        if any(other != first for other in others):
+            different.add(name)
+    return different
 
 
 def format_numbers(numbers: Sequence[int], noun: str) -> str:
@@ -363,8 +387,9 @@ def plan_reads(
         covered, missing = cover_box(need, boxes)
         if missing and mesh is not None:
             raise StateMismatchError(
-                f"{name} was saved on several meshes, possibly as different tensors, and none of "
-                f"them has the ranks {mesh}, on which it is now"
+                f"{name} was saved as different tensors on several meshes, as in pipeline stages, "
+                f"and none of them has the ranks {mesh}, on which it is now: arrange the ranks as "
+                "when it was saved"
             )
         reads += [BoxRead(sources[part], part, index, box) for (part, index), box in covered]
     return reads

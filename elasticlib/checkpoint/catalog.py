@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import attrs
 
 from ..errors import CheckpointCorruptError, CheckpointError, CheckpointUnreadableError, ConfigError
-from ..untrusted import read_fields, read_object
+from ..untrusted import IrregularFileError, open_regular_file, read_fields, read_object
 from .safetensors_header import PREFIX_BYTES, read_size
 from .storage import (
     SEGMENT_BYTES,
@@ -339,7 +339,7 @@ class CheckpointCatalog:
                 return self.read_entry(step)
         except UnknownFormatError as error:
             return CheckpointEntry(step, None, str(error), is_unreadable=True)
-        except FileTooLargeError as error:
+        except (FileTooLargeError, IrregularFileError) as error:
             return CheckpointEntry(step, None, f"its manifest cannot be read: {error}")
         except OSError as error:
             return CheckpointEntry(step, None, str(error), is_unreadable=True)
@@ -492,9 +492,12 @@ class CheckpointCatalog:
         file = manifest.files[number]
         path = os.path.join(self.storage.name, _path(manifest, number))
         try:
-            with self._translate_read_errors(manifest), open(path, "rb") as opened:
+            with (
+                self._translate_read_errors(manifest),
+                open_regular_file(path, follow_link=True) as handle,
+            ):
                 access = mmap.PROT_READ | mmap.PROT_WRITE
-                return mmap.mmap(opened.fileno(), file.size, mmap.MAP_PRIVATE, access)
+                return mmap.mmap(handle, file.size, mmap.MAP_PRIVATE, access)
         except (FileNotFoundError, ValueError) as error:
             raise self._mark_corrupt(manifest, f"{file.name}: {error}") from error
 

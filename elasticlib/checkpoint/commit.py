@@ -31,7 +31,7 @@ import attrs
 
 from ..clock import monotonic, wall
 from ..errors import CheckpointCorruptError, CheckpointError, CheckpointFencedError
-from ..untrusted import read_fields, read_object
+from ..untrusted import IrregularFileError, read_fields, read_object
 from .catalog import (
     MANIFEST_NAME,
     CheckpointCatalog,
@@ -398,6 +398,19 @@ class Committer:
         holder = fence.holder if fence else writer
         return holder.launch_key == writer.launch_key and holder.generation > writer.generation
 
+    def is_from_earlier(self, manifest: Manifest, generation: int) -> bool:
+        """Return whether a launch or generation before this one has written a checkpoint.
+
+        Args:
+            manifest: the manifest of the checkpoint.
+            generation: the generation of this launch that it is compared with.
+        """
+        launch = WriterIdentity(manifest.run_id, manifest.incarnation, 0, "").launch_key
+        if launch == self.writer.launch_key:
+            return manifest.generation < generation
+        fence = self._read_fence(corrupt_as_none=True)
+        return fence is not None and launch in fence.revoked_launches
+
     def _check_may_prune(self) -> str:
         """Check that this writer may prune, and return the token of another fence holder or ''.
 
@@ -431,6 +444,8 @@ class Committer:
             with self._log_delete_errors():
                 self._storage.remove(name)
         for folder in self._storage.list_folders():
+            if self._storage.is_link(folder):
+                continue  # An operator has moved the checkpoint elsewhere, to keep it.
             step = step_of(folder)
             is_scratch = folder.startswith(_SCRATCH) and not live_token
             if is_scratch and not folder.startswith(scratch_prefix(self.writer)):
@@ -473,14 +488,18 @@ class Committer:
                 integrity[entry.step] = Integrity.CORRUPT
             else:
                 integrity[entry.step] = self._catalog.integrity(entry.manifest)
-        pinned = {entry.step for entry in entries if entry.is_pinned}
+        pinned = {
+            entry.step
+            for entry in entries
+            if entry.is_pinned or self._storage.is_link(folder_of(entry.step))
+        }
         return select_checkpoints(integrity, self._retention, just_written, pinned)
 
     def _read_fence(self, *, corrupt_as_none: bool = False) -> Fence | None:
         try:
             data = self._storage.read(FENCE_NAME)
             return None if data is None else decode_fence(data)
-        except (CheckpointCorruptError, FileTooLargeError) as error:
+        except (CheckpointCorruptError, FileTooLargeError, IrregularFileError) as error:
             if not corrupt_as_none:
                 raise
             log.warning("%s: the writer is unknown: %s", self._storage.name, error)

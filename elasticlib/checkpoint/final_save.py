@@ -65,7 +65,7 @@ from ..clock import monotonic
 from ..errors import CheckpointError, format_error
 from ..rendezvous.interface import RendezvousInfo
 from ..threads import daemon_thread
-from .boxes import TensorShard, read_shards
+from .boxes import TensorShard, format_numbers, read_shards
 from .catalog import CheckpointCatalog, DataFile, Retention, folder_of, step_of
 from .commit import (
     NOT_WRITABLE_ERRORS,
@@ -204,6 +204,7 @@ class SetSaver:
     _last_seen: dict[str, AgentReport] = attrs.field(init=False, factory=dict)
     _first_error_at: float = attrs.field(init=False, default=float("-inf"))  # see `retry_s`
     _last_error_at: float = attrs.field(init=False, default=float("-inf"))
+    _abandoned_steps: set[int] = attrs.field(init=False, factory=set)  # see `_is_saved`
     _num_files: int = attrs.field(init=False, default=0)  # makes the names of data files unique
     _num_writes: Counter[Task] = attrs.field(init=False, factory=Counter)
 
@@ -250,8 +251,21 @@ class SetSaver:
                 end = self._handle_error(error)
             if end is not None:
                 self.saved_step = end.step
+                if self._abandoned_steps and end.step is not None:
+                    self._warn_of_abandoned_steps(end.step)
                 return end.problem
         return ""
+
+    def _warn_of_abandoned_steps(self, saved_step: int) -> None:
+        log.warning(
+            "%s: step %d was written after the job had gone back to an earlier step, and %s, from "
+            "before that, %s still there: the next start uses %d unless you delete it, or restore "
+            "with step=%d",
+            *(self.folder.storage.name, saved_step),
+            format_numbers(sorted(self._abandoned_steps), "step"),
+            "are" if len(self._abandoned_steps) > 1 else "is",
+            *(max(self._abandoned_steps), saved_step),
+        )
 
     def _do_next_action(self) -> Finish | None:
         """Do one action, such as a task or a pause. Return the result at the end, else None."""
@@ -327,12 +341,18 @@ class SetSaver:
     def _is_saved(self, state: SnapshotState) -> bool:
         """Return whether an intact checkpoint of the state's step or of a later step exists.
 
-        A sharded checkpoint of the same step is not verified.
+        A sharded checkpoint of the same step is not verified. A checkpoint of a later step from an
+        earlier generation does not count: the job has gone back to a step before it.
         """
         steps = [step_of(name) for name in self.folder.storage.list_folders()]
         for step in sorted((s for s in steps if s is not None and s >= state.step), reverse=True):
             entry = self.folder.read_entry(step)
             if entry is None or entry.manifest is None:
+                continue
+            if step > state.step and self.committer.is_from_earlier(
+                entry.manifest, state.generation
+            ):
+                self._abandoned_steps.add(step)
                 continue
             # A sharded checkpoint of the same step is not read: if each agent reads all parts, a
             # node that must leave has too little time. A later checkpoint is read, because the job
@@ -534,8 +554,8 @@ class FinalSave:
             if not is_announced and now >= announce_at:
                 is_announced = True
                 log.info(
-                    "still writing the last snapshots, until there is no progress for %g s; a "
-                    "further SIGTERM gives them up",
+                    "still writing the last snapshots, until there is no progress for %g s; the "
+                    "third SIGINT gives them up",
                     total_s,
                 )
             thread.join(min(WAIT_INTERVAL_S, total_s))

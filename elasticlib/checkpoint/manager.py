@@ -7,6 +7,7 @@ them, `save_handle` runs the writer and reports results, and `restore` agrees on
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import contextlib
 import logging
@@ -18,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
+from weakref import WeakMethod, finalize
 
 import attrs
 import torch
@@ -25,7 +27,7 @@ import torch.distributed as dist
 
 from ..clock import monotonic
 from ..errors import CheckpointError, ConfigError
-from ..threads import CallRejectedError, ExclusiveCall
+from ..threads import CallRejectedError, ExclusiveCall, daemon_thread
 from ..workers.context import context
 from .catalog import CheckpointCatalog, Retention, Selection, check_step
 from .collectives import PeerGroup
@@ -48,7 +50,7 @@ from .save_handle import LocalSave, RemoteSave, SaveHandle, SaveResults, Skipped
 from .snapshot_slots import MappedSlot, SnapshotSlots
 from .snapshot_source import SnapshotSource, snapshot_location
 from .state_tree import FlatState, flatten, reject_state_dicts
-from .storage import CheckpointStorage, FsspecStorage, LocalStorage, open_storage
+from .storage import CheckpointStorage, FsspecStorage, LocalStorage, open_storage, resolve_location
 from .tensor_layout import MapLocation
 
 log = logging.getLogger("elasticlib.checkpoint")
@@ -139,7 +141,8 @@ class CheckpointManager:
 
         Args:
             folder: a path, an fsspec URL, or a storage of your own. All nodes must reach the same
-                directory, which belongs to the job.
+                directory, which belongs to the job. In a path, `~` is the home directory; a
+                relative path is one of the current working directory.
             keep_last: how many of the newest checkpoints are kept.
             keep_every: also keep steps that are a multiple of this; 0: none.
             group: the ranks that share the state. The default is the default process group. Each
@@ -158,7 +161,8 @@ class CheckpointManager:
         """Seconds for which the last `save` or `snapshot` blocked the training."""
         self.last_durable_s: float | None = None
         """Seconds from the call of the last finished save until it was durable, or None."""
-        self._folder, self._group = folder, group
+        # The script may change its working directory before the first save.
+        self._folder, self._group = resolve_location(folder), group
         self._name = folder.name if isinstance(folder, CheckpointStorage) else os.fspath(folder)
         self._retention = Retention(keep_last, keep_every)
         self._per_rank = read_names(per_rank)
@@ -170,7 +174,8 @@ class CheckpointManager:
         # The writer of this save reads its slot until it has finished. It is set before it starts.
         self._last_save: LocalSave | None = None
         self._remote_saves: deque[RemoteSave] = deque(maxlen=MAX_REMOTE_SAVES)
-        self._remove_stop_callback: Callable[[], None] | None = None
+        self._remove_end_callbacks: Callable[[], None] | None = None
+        _free_when_dropped(self, self._private_slots)
         self._process = os.getpid()
         self._local_rank: int | None = None  # after a change of the group, see `on_group_changed`
         self._is_closed = False  # no more calls are accepted
@@ -311,9 +316,8 @@ class CheckpointManager:
             exchange.put(number, digest)
             comparison = RankComparison(exchange, number, step, digest)
         writers = self._all_ranks if flat.has_parts else self._this_rank
-        if self._remove_stop_callback is None:
-            atexit.register(self._log_unseen_failure)
-            self._remove_stop_callback = context().on_stop(self._wait_for_write)
+        if self._remove_end_callbacks is None:
+            self._call_at_the_end()
         image, slot = self._copy_for_save(step, flat, writers, kept)
         data, world_size = slot.view(image.size), self._rank_info.world_size
         write = partial(
@@ -361,6 +365,29 @@ class CheckpointManager:
                 save.wait()
             if save.has_succeeded:  # `wait` reports any other failure.
                 self._remote_saves.remove(save)
+
+    def _call_at_the_end(self) -> None:
+        """Wait for the last save before this process stops, and log its failure at the exit.
+
+        The references are weak, and the memory is freed if the script drops the manager without
+        `close`. A save that is being written keeps the manager.
+        """
+        wait, log_failure = WeakMethod(self._wait_for_write), WeakMethod(self._log_unseen_failure)
+
+        def call(method: WeakMethod[Callable[[], None]]) -> None:
+            if (bound := method()) is not None:
+                bound()
+
+        at_exit = partial(call, log_failure)
+        atexit.register(at_exit)
+        remove_stop_callback = context().on_stop(partial(call, wait))
+
+        def remove() -> None:
+            atexit.unregister(at_exit)
+            remove_stop_callback()
+
+        self._remove_end_callbacks = remove
+        finalize(self, remove).atexit = False
 
     def _copy_for_save(
         self,
@@ -583,9 +610,8 @@ class CheckpointManager:
                 self._release()
 
     def _release(self) -> None:
-        atexit.unregister(self._log_unseen_failure)
-        if self._remove_stop_callback is not None:
-            self._remove_stop_callback()
+        if self._remove_end_callbacks is not None:
+            self._remove_end_callbacks()
         self._run_exclusively("the memory of copies is not freed", self._free_slots)
         vars(self).pop("_all_ranks", None)  # It has connections to the other ranks.
         group, self._save_group = self._save_group, None
@@ -636,6 +662,7 @@ class CheckpointManager:
         *,
         strict: bool = True,
         if_unusable: IfUnusable = "raise",
+        allow_cast: bool = False,
     ) -> RestoreResult:
         """Bring the state of all ranks to the newest usable snapshot or checkpoint.
 
@@ -649,11 +676,16 @@ class CheckpointManager:
                 and tensors, as they were saved. They are changed in place, see
                 `restore.restore_from`.
             step: restore this step and no other. Newer steps are not deleted, and the next
-                `restore` without a step uses the newest one.
+                `restore` without a step uses the newest one. The first snapshot after this call
+                replaces the newer steps that are only in memory.
             strict: whether it is an error if only the state, or only the checkpoint, has a name.
+                If false, such names are ignored.
             if_unusable: what to do if there are checkpoints, all of them are damaged, and `step` is
                 not given. "raise" raises CheckpointCorruptError, so that no training starts from
                 the beginning unnoticed and replaces them. "start_over" restores nothing.
+            allow_cast: convert tensors of floating types that were saved with another floating type
+                than those of `state`, such as float32 to bfloat16. Otherwise another dtype is an
+                error. Other types are never converted.
 
         Returns:
             The step and its source. The result is false, and the state is unchanged, if there is
@@ -684,15 +716,16 @@ class CheckpointManager:
         node = rank_info.host if snapshots is None else f"{rank_info.host}:{snapshots.folder}"
         names = check_names(state)
         reject_state_dicts(names)
-        options: Any = {"step": step, "strict": strict, "if_unusable": if_unusable}
-        options["per_rank"] = self._per_rank
+        options: Any = {"strict": strict, "if_unusable": if_unusable, "allow_cast": allow_cast}
+        options |= {"step": step, "per_rank": self._per_rank}
         # A script that restores in inference mode can train on the state all the same.
         with torch.inference_mode(mode=False):
             agreed = restore_from(sources, names, self._group, node=node, **options)
         result = RestoreResult(agreed.step, agreed.source, agreed.skipped)
         if step is not None and not result:
             raise self._missing_step_error(step, result, sources)
-        if snapshots is not None:
+        # The snapshot of a part, or of a step that the caller has chosen, would replace later ones.
+        if snapshots is not None and agreed.is_complete and step is None:
             self._run_exclusively(
                 f"step {agreed.step} is not kept",
                 partial(snapshots.adopt_restored_step, agreed, names),
@@ -865,10 +898,10 @@ class CheckpointManager:
         location, rank_info, storage = snapshot_location(), self._rank_info, self._catalog.storage
         if location is None:
             return None
-        return SnapshotSource(
+        source = SnapshotSource(
             location,
             # Several managers of one program have different snapshots.
-            name=f"state-{zlib.crc32(self._name.encode()):08x}",
+            name=f"state-{zlib.crc32(os.fsencode(self._name)):08x}",
             rank=rank_info.rank,
             world_size=rank_info.world_size,
             writes=self._group is not None or rank_info.local_rank == 0,
@@ -876,6 +909,8 @@ class CheckpointManager:
             folder=storage.name if isinstance(storage, LocalStorage | FsspecStorage) else "",
             layouts=self._layouts,
         )
+        _free_when_dropped(self, source)
+        return source
 
     @property
     def _is_fork(self) -> bool:
@@ -889,3 +924,18 @@ class CheckpointManager:
                 "this process was forked from the one that created the CheckpointManager of "
                 f"{self._name}, and only that process may save"
             )
+
+
+def _free_when_dropped(manager: CheckpointManager, memory: SnapshotSlots | SnapshotSource) -> None:
+    """Free the copies of a manager that the script drops without `close`."""
+    process = os.getpid()
+
+    def free() -> None:
+        # The files belong to the process that created the manager. A thread frees them, because
+        # the garbage collector calls this in any thread, even in one that `close` waits for.
+        if os.getpid() == process:
+            thread = daemon_thread(memory.close, "elasticlib-free-copies")
+            with contextlib.suppress(RuntimeError):
+                _thread.start_new_thread(thread.start, ())
+
+    finalize(manager, free).atexit = False

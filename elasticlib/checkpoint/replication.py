@@ -1,9 +1,11 @@
 """Replication: sends this node's snapshots to other nodes and stores theirs, in the background.
 
-Node r sends to the next nodes by rank, modulo the number of nodes. So each node receives as many
-replicas as it sends, and the snapshots of a lost node are in the memory of another node. A sender
-sends the newest snapshot as soon as the previous one has been acknowledged, and skips those that
-were made in between.
+All nodes send to the nodes at the same distances in rank, modulo the number of nodes. So each node
+receives as many replicas as it sends. The nodes of a topology domain (`--topology`), such as a
+rack, have adjacent ranks. So a distance of at least the size of the largest domain leads to another
+domain, and the snapshots of a lost domain are in the memory of another one. A sender sends the
+newest snapshot as soon as the previous one has been acknowledged, and skips those that were made in
+between.
 
 In each generation a node listens on a port of its own, and publishes the address, the port and a
 random token in the generation's store. A sender opens one TCP stream to each of its targets:
@@ -14,7 +16,7 @@ random token in the generation's store. A sender opens one TCP stream to each of
     proof                          ->
 
     and for each snapshot:
-    page with the header           ->
+    pages with the header          ->
                                    <-     reply: accepted, or the reason of the refusal
     data, CRC-32 of the data       ->
                                    <-     reply: stored, or the reason of the refusal
@@ -45,7 +47,7 @@ import attrs
 
 from ..clock import monotonic
 from ..errors import CheckpointError, ElasticError, require_not_none
-from ..rendezvous.interface import RendezvousInfo
+from ..rendezvous.interface import RankAssignment, RendezvousInfo
 from ..stores.authentication import (
     NONCE_BYTES,
     SECRET_MISMATCH_HINT,
@@ -90,14 +92,36 @@ SnapshotKind = tuple[str, int]
 # -- who sends to whom, and where: pure ------------------------------------------------------------
 
 
-def replica_targets(rank: int, num_nodes: int, replicas: int) -> tuple[int, ...]:
+def replica_targets(assignment: RankAssignment, replicas: int) -> tuple[int, ...]:
     """Return the ranks of the nodes to which this node sends its snapshots."""
-    return tuple((rank + i) % num_nodes for i in range(1, min(replicas, num_nodes - 1) + 1))
+    rank, num_nodes = assignment.group_rank, assignment.num_nodes
+    distances = _replica_distances(num_nodes, assignment.largest_domain)
+    return tuple((rank + distance) % num_nodes for distance in distances[:replicas])
 
 
-def replica_sources(rank: int, num_nodes: int, replicas: int) -> tuple[int, ...]:
+def replica_sources(assignment: RankAssignment, replicas: int) -> tuple[int, ...]:
     """Return the ranks of the nodes that send their snapshots to this node."""
-    return tuple((rank - i) % num_nodes for i in range(1, min(replicas, num_nodes - 1) + 1))
+    rank, num_nodes = assignment.group_rank, assignment.num_nodes
+    distances = _replica_distances(num_nodes, assignment.largest_domain)
+    return tuple((rank - distance) % num_nodes for distance in distances[:replicas])
+
+
+def _replica_distances(num_nodes: int, largest_domain: int) -> list[int]:
+    """Return all distances in rank at which a node can have a replica, the best one first.
+
+    A distance from the size of the largest domain up to `num_nodes` minus that size leads every
+    node to another domain. If the domain has more than half of the nodes, there is none, and a
+    distance is better, the nearer it is to the half. Multiples of the size are preferred, so that
+    several replicas are in several domains.
+    """
+    return sorted(
+        range(1, num_nodes),
+        key=lambda distance: (
+            -min(largest_domain, distance, num_nodes - distance),
+            distance % largest_domain != 0,
+            distance,
+        ),
+    )
 
 
 @attrs.frozen
@@ -133,7 +157,7 @@ def endpoint_key(exchange_prefix: str, rank: int) -> str:
 
 # -- the stream ------------------------------------------------------------------------------------
 
-_MAGIC = b"ELREPL4\n"
+_MAGIC = b"ELREPL5\n"
 _HELLO = struct.Struct(f">8sI{NONCE_BYTES}s")
 _PROOF_BYTES = hashlib.sha256().digest_size
 

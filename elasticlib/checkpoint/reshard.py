@@ -12,8 +12,18 @@ No rank has a second state in memory.
 
 from __future__ import annotations
 
+import ctypes
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+import hashlib
+from collections.abc import (
+    Callable,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -29,6 +39,7 @@ from .boxes import (
     Shards,
     TensorShard,
     describe_missing,
+    different_tensors,
     format_ranks,
     has_rank,
     multi_mesh_tensors,
@@ -38,9 +49,10 @@ from .boxes import (
     split_box,
 )
 from .collectives import Transfer
+from .object_checks import cast_remedy, is_castable
 from .pack import LayoutCache, PackImage, PartContents, pack_state, unpack, unpack_part
 from .pack import Shards as PackShards
-from .restore_plan import plan_restore
+from .restore_plan import has_all_names, plan_restore
 from .safetensors_header import read_meta
 from .state_tree import (
     FlatState,
@@ -51,9 +63,7 @@ from .state_tree import (
     is_dtensor,
     local_tensor,
     map_leaves,
-    parts_of,
     path_name,
-    state_accessor,
     to_plain_values,
 )
 from .tensor_layout import (
@@ -62,6 +72,7 @@ from .tensor_layout import (
     device_tag,
     dtype_from_name,
     dtype_name,
+    element_bytes,
     relocated,
 )
 
@@ -72,6 +83,7 @@ if TYPE_CHECKING:
     from .restore import RestorePlan, StateSearch
 
 DTensors: TypeAlias = "Mapping[StatePath, DTensor]"
+_SavedTensor: TypeAlias = Mapping[str, TensorShard]  # a shard of it on each mesh that has it
 Parameters: TypeAlias = Mapping[StatePath, Sequence[torch.Tensor]]  # of optimizers, by path
 
 TRANSFER_BYTES = 2 << 20  # maximum size of one transfer between ranks
@@ -226,10 +238,10 @@ def load_parts(
     if not rest.has_rest:
         raise CheckpointCorruptError("its first part lacks the values that are not sharded")
     saved = _saved_tensors(rest.paths, shards)
-    _reject_ambiguous_tensors(saved, shards)
+    _reject_ambiguous_tensors(saved, shards, read)
     tensors: dict[StatePath, Any]
     if like is None:
-        tensors = {path: _allocate_full(shard) for path, shard in saved.items()}
+        tensors = {path: _allocate_full(_on_mesh(one)) for path, one in saved.items()}
         targets = {
             path_name(path): _Target(Box.full(tensor.shape), tensor)
             for path, tensor in tensors.items()
@@ -237,14 +249,17 @@ def load_parts(
     else:
         dtensors = extract_shards(to_plain_values(like))[1]
         matched = _match_dtensors(saved, dtensors, _optimizer_parameters(like))
-        tensors = {path: torch.empty_like(dtensor.detach()) for path, dtensor in matched.items()}
+        tensors = {
+            path: torch.empty_like(dtensor.detach(), dtype=_saved_dtype(saved[path], dtensor))
+            for path, dtensor in matched.items()
+        }
         targets = _targets(tensors)
     needs = {name: target.box for name, target in targets.items()}
     reads = plan_reads(needs, shards, dict.fromkeys(shards, (0,)), rank=0, own_part=None)
     _copy_boxes(reads, shards, read, targets)
     if like is None:
         for path, tensor in tensors.items():
-            tensors[path] = relocated(tensor, saved[path].device, map_location)
+            tensors[path] = relocated(tensor, _on_mesh(saved[path]).device, map_location)
     state = insert_shards(rest.state, tensors)
     if own and isinstance(state, dict):
         state |= {name: [values[name] for values in own] for name in own[0]}
@@ -259,29 +274,61 @@ def _allocate_full(shard: TensorShard) -> torch.Tensor:
     return torch.empty(layout.shape, dtype=layout.dtype)
 
 
-def _saved_tensors(paths: Iterable[StatePath], shards: Shards) -> dict[StatePath, TensorShard]:
-    """Return, for each path, a shard that describes the whole tensor at this path.
+def _saved_tensors(paths: Iterable[StatePath], shards: Shards) -> dict[StatePath, _SavedTensor]:
+    """Return what describes the whole tensor at each path: a shard of each mesh that has it.
 
     Raises:
         CheckpointCorruptError: no part has a shard of one of the tensors.
     """
-    tensors = {name: rows[0][2] for name, rows in shards_by_tensor(shards).items()}
-    saved = {}
+    tensors = shards_by_tensor(shards)
+    saved: dict[StatePath, _SavedTensor] = {}
     for path in paths:
         if path_name(path) not in tensors:
             raise CheckpointCorruptError(f"{format_path(path)} is in none of its parts")
-        saved[path] = tensors[path_name(path)]
+        by_mesh: dict[str, TensorShard] = {}
+        for _, _, shard in tensors[path_name(path)]:
+            by_mesh.setdefault(shard.mesh, shard)
+        saved[path] = by_mesh
     return saved
 
 
-def _reject_ambiguous_tensors(saved: Mapping[StatePath, TensorShard], shards: Shards) -> None:
-    """Raise StateMismatchError if the ranks may have saved different tensors."""
+def _on_mesh(saved: _SavedTensor, dtensor: DTensor | None = None) -> TensorShard:
+    """Return the shard on the mesh of a live tensor. If there is none, return the first one."""
+    first = next(iter(saved.values()))
+    return first if dtensor is None else saved.get(_mesh_ranks(dtensor.device_mesh), first)
+
+
+def _saved_dtype(saved: _SavedTensor, dtensor: DTensor) -> torch.dtype:
+    return dtype_from_name(_on_mesh(saved, dtensor).dtype)
+
+
+def _reject_ambiguous_tensors(
+    saved: Mapping[StatePath, _SavedTensor], shards: Shards, read: Callable[[int], memoryview]
+) -> None:
+    """Raise StateMismatchError if the ranks have saved different tensors under one name."""
     others = shards_by_tensor(shards).keys() - {path_name(path) for path in saved}
-    if ambiguous := others | multi_mesh_tensors(shards):
+    names = multi_mesh_tensors(shards)
+    digests: dict[tuple[int, int], str] = {}
+    for part in shards if names and not others else ():
+        digests |= _digest_shards(part, read(part), shards[part], names)
+    if ambiguous := others | different_tensors(shards, digests):
         raise StateMismatchError(
             f"{min(ambiguous)} is not the same tensor on all ranks, as in pipeline stages: only"
             f" `restore` on {len(shards)} ranks can read it"
         )
+
+
+def _digest_shards(
+    part: int, pack: memoryview, shards: Sequence[TensorShard], names: Container[str]
+) -> dict[tuple[int, int], str]:
+    """Return the digests of the elements of some tensors in a part, by part and index."""
+    tensors, digests = unpack_part(pack, copy=False).shards, {}
+    for index, shard in enumerate(shards):
+        if shard.name in names:
+            data = element_bytes(tensors[index])
+            text = ctypes.string_at(data.data_ptr(), data.numel())
+            digests[part, index] = hashlib.sha256(text).hexdigest()[:32]
+    return digests
 
 
 def _targets(dtensors: DTensors) -> dict[str, _Target]:
@@ -322,7 +369,7 @@ def narrow_to_box(tensor: torch.Tensor, tensor_box: Box, box: Box) -> torch.Tens
 
 
 def _match_dtensors(
-    saved: Mapping[StatePath, TensorShard], dtensors: DTensors, parameters: Parameters
+    saved: Mapping[StatePath, _SavedTensor], dtensors: DTensors, parameters: Parameters
 ) -> dict[StatePath, DTensor]:
     """Return the DTensor that each saved tensor is restored into.
 
@@ -337,9 +384,12 @@ def _match_dtensors(
         StateMismatchError: a tensor is sharded on one side only, or the shapes differ.
     """
     matched: dict[StatePath, DTensor] = {}
-    for path, shard in saved.items():
+    for path, shards in saved.items():
         dtensor: Any = dtensors.get(path)
         parameter = _parameter_of(path, parameters)
+        shard = _on_mesh(
+            shards, parameter if dtensor is None and is_dtensor(parameter) else dtensor
+        )
         if dtensor is None and is_dtensor(parameter) and parameter.shape == shard.shape:
             dtensor = torch.empty_like(parameter.detach(), dtype=dtype_from_name(shard.dtype))
         if dtensor is None:
@@ -383,15 +433,6 @@ def _parameter_of(path: StatePath, parameters: Parameters) -> Any:
     return None
 
 
-def _is_plain_tensor(state: Any, path: StatePath) -> bool:
-    """Return True if the tensor at `path` is not inside of an object that has a state dict."""
-    for key in path:
-        if state_accessor(state) is not None:
-            return False
-        state = parts_of(state).get(key)
-    return True
-
-
 # -- restoring on all ranks ------------------------------------------------------------------------
 
 
@@ -403,6 +444,7 @@ class ReshardedState:
     holder: int  # a rank from which this rank has its shards
     was_resharded: bool  # a rank received a part of the state, or the number of ranks differs
     received_bytes: int  # size of the shards that this rank received
+    is_complete: bool  # the live state has all names that were saved
 
 
 class ShardedRestore:
@@ -425,17 +467,22 @@ class ShardedRestore:
         self._holders = {part: sorted(ranks) for part, ranks in plan.holders.items()}
         # The following are set by _verify_parts and equal on all ranks.
         self._shards: dict[int, list[TensorShard]] = {}
-        self._multi_mesh: set[str] = set()  # tensors that may be different ones on each mesh
+        # Tensors that each rank reads from the mesh on which the rank has them now. At first these
+        # are all tensors of several meshes, and after a comparison those that differ.
+        self._multi_mesh: set[str] = set()
         # By rank: the part whose unsharded values it takes, and the rank that reads them.
         self._rest: list[tuple[int, int]] = []
 
-    def run(self, state: MutableMapping[str, Any], *, strict: bool) -> ReshardedState | None:
+    def run(
+        self, state: MutableMapping[str, Any], *, strict: bool, allow_cast: bool
+    ) -> ReshardedState | None:
         """Restore the shards. Every rank must call this.
 
         Args:
             state: the live state. Its sharded tensors are overwritten once all parts are verified
                 and all ranks know that the saved state matches.
             strict: see `restore.restore_from`.
+            allow_cast: see `restore.restore_from`.
 
         Returns:
             The result; or None, on all ranks, if the state is incomplete or corrupt or cannot be
@@ -448,8 +495,20 @@ class ShardedRestore:
         if not self._verify_parts():
             return None
         rest = require_not_none(self._fetch_rest(), "the part of a rank")
-        put, targets, own_reads = self._group.run_on_all(
-            lambda: self._match(rest, state, strict=strict), f"cannot restore step {self._step}"
+        if self._own_part is None:
+            # The numbers of ranks in a mesh have another meaning now.
+            self._multi_mesh = self._find_different_tensors()
+        put, is_complete, targets, meshes = self._group.run_on_all(
+            lambda: self._match(rest, state, strict=strict, allow_cast=allow_cast),
+            f"cannot restore step {self._step}",
+        )
+        if self._own_part is not None and self._multi_mesh:
+            saved_meshes = {(s.name, s.mesh) for shards in self._shards.values() for s in shards}
+            own = {pair for pair in meshes.items() if pair[0] in self._multi_mesh}
+            if any(self._group.all_gather_json(not own <= saved_meshes)):
+                self._multi_mesh = self._find_different_tensors()
+        own_reads = self._group.run_on_all(
+            lambda: self._plan_reads(targets, meshes), f"cannot restore step {self._step}"
         )
         rows = self._group.all_gather_json([attrs.astuple(read) for read in own_reads])
         # The order is the same on all ranks: the first remote read of each rank, then the second.
@@ -473,6 +532,7 @@ class ShardedRestore:
             holder=received[0].source if received else self._rest[self._rank][1],
             was_resharded=bool(remote) or has_moved_rest or self._own_part is None,
             received_bytes=sum(map(self._num_bytes, received)),
+            is_complete=is_complete,
         )
 
     def _verify_parts(self) -> bool:
@@ -500,10 +560,11 @@ class ShardedRestore:
         with_rest = [part for part in self._shards if headers[part]["has_rest"]]
         if not problem and not with_rest:
             problem = "is incomplete: no rank has the values that are not sharded"
-        if problem := problem or self._find_mesh_ambiguity():
+        if problem:
             reason = f"step {self._step} ({self._plan.kind}) {problem}"
             self._search.skip_state(self._plan.key, reason)
             return False
+        self._multi_mesh = multi_mesh_tensors(self._shards)
         for rank in range(self._group.world_size):
             has_own = self._own_part is not None and rank in with_rest
             part = rank if has_own else with_rest[0]
@@ -526,19 +587,26 @@ class ShardedRestore:
         has_rest = unpack_part(pack, copy=False).has_rest
         return {"shards": meta["shards"], "has_rest": has_rest, **own}
 
-    def _find_mesh_ambiguity(self) -> str:
-        """Return why tensors of one name could be confused, or "" if they cannot be.
+    def _find_different_tensors(self) -> set[str]:
+        """Compare the tensors of several meshes. Return the names of those that differ.
 
-        There is no ambiguity if the number of ranks is that of the save: then each rank reads a
-        tensor from the mesh on which the rank has the tensor now.
+        Every rank must call this. One rank reads each part.
         """
-        self._multi_mesh = multi_mesh_tensors(self._shards)
-        if not self._multi_mesh or self._own_part is not None:
-            return ""
-        return (
-            f"has {min(self._multi_mesh)} on several meshes, possibly as different tensors: only "
-            f"{self._num_parts} ranks can restore it"
-        )
+        if not self._multi_mesh:
+            return set()
+
+        def digest() -> list[tuple[tuple[int, int], str]]:
+            own = [part for part, ranks in self._holders.items() if self._is_reader(part, ranks)]
+            digests: dict[tuple[int, int], str] = {}
+            for part in own:
+                shards = self._shards[part]
+                digests |= _digest_shards(part, self._view(part), shards, self._multi_mesh)
+            return list(digests.items())
+
+        rows = self._group.run_on_all(digest, f"cannot restore step {self._step}")
+        gathered = self._group.all_gather_json(rows)
+        digests = {tuple(place): text for row in gathered for place, text in row}
+        return different_tensors(self._shards, digests)
 
     def _view(self, part: int) -> memoryview:
         stored = self._plan.holders[part][self._rank]
@@ -572,13 +640,19 @@ class ShardedRestore:
         return rest
 
     def _match(
-        self, rest: PartContents, state: MutableMapping[str, Any], *, strict: bool
-    ) -> tuple[Callable[[], None], dict[str, _Target], list[BoxRead]]:
-        """Compare the saved state with the live one, and plan the reads of this rank.
+        self,
+        rest: PartContents,
+        state: MutableMapping[str, Any],
+        *,
+        strict: bool,
+        allow_cast: bool,
+    ) -> tuple[Callable[[], None], bool, dict[str, _Target], dict[str, str]]:
+        """Compare the saved state with the live one.
 
         Returns:
-            The function that puts the values that are not sharded into `state`, the memory of this
-            rank's shards by the name of the tensor, and the reads.
+            The function that puts the values that are not sharded into `state`; whether `state` has
+            all names that were saved; and by the name of
+            each sharded tensor the memory of this rank's shard, and the ranks of its mesh.
 
         Raises:
             StateMismatchError: the saved state does not match `state`. Nothing was changed.
@@ -591,23 +665,44 @@ class ShardedRestore:
         tensors = _saved_tensors(filter(is_in_both, rest.paths), self._shards)
         dtensors = extract_shards(to_plain_values(state))[1]
         dtensors = {path: dtensor for path, dtensor in dtensors.items() if is_in_both(path)}
+        if self._own_part is None:
+            self._check_same_on_all_ranks(set(map(path_name, dtensors)), rest)
         matched = _match_dtensors(tensors, dtensors, _optimizer_parameters(state))
         for path, dtensor in matched.items():
-            dtype = dtype_from_name(tensors[path].dtype)
-            if dtype != dtensor.dtype and _is_plain_tensor(state, path):
+            dtype = _saved_dtype(tensors[path], dtensor)
+            is_cast = allow_cast and is_castable(dtensor.dtype, dtype)
+            if dtype != dtensor.dtype and not is_cast:
                 raise StateMismatchError(
-                    f"{format_path(path)} is a sharded tensor of {dtensor.dtype}, and a tensor of "
-                    f"{dtype} was saved"
+                    f"{format_path(path)} is a sharded tensor of {dtype_name(dtensor.dtype)}, and "
+                    f"a tensor of {dtype_name(dtype)} was saved{cast_remedy(dtensor.dtype, dtype)}"
                 )
-        put = plan_restore(state, insert_shards(saved, matched), strict=strict)
-        targets = _targets(matched)
-        needs = {name: target.box for name, target in targets.items()}
+        saved = insert_shards(saved, matched)
+        put = plan_restore(state, saved, strict=strict, allow_cast=allow_cast)
         meshes = {path_name(path): _mesh_ranks(d.device_mesh) for path, d in matched.items()}
-        only_mesh = {name: mesh for name, mesh in meshes.items() if name in self._multi_mesh}
-        reads = plan_reads(
-            needs, self._shards, self._holders, self._rank, self._own_part, only_mesh=only_mesh
+        return put, has_all_names(state, saved), _targets(matched), meshes
+
+    def _check_same_on_all_ranks(self, names: set[str], rest: PartContents) -> None:
+        """Raise StateMismatchError if a live tensor was not one tensor of all ranks."""
+        saved = {shard.name for shards in self._shards.values() for shard in shards}
+        on_some_ranks = saved - {path_name(path) for path in rest.paths}
+        for name in sorted(names & (self._multi_mesh | on_some_ranks)):
+            raise StateMismatchError(
+                f"{name} was not saved as the same tensor on all ranks, as in pipeline stages: only"
+                f" {self._num_parts} ranks can restore it"
+            )
+
+    def _plan_reads(
+        self, targets: Mapping[str, _Target], meshes: Mapping[str, str]
+    ) -> list[BoxRead]:
+        """Plan the reads of this rank; see `_match` for the arguments."""
+        return plan_reads(
+            {name: target.box for name, target in targets.items()},
+            self._shards,
+            self._holders,
+            self._rank,
+            self._own_part,
+            only_mesh={name: mesh for name, mesh in meshes.items() if name in self._multi_mesh},
         )
-        return put, targets, reads
 
     def _transfers(
         self, remote: Iterable[tuple[int, int, BoxRead]], targets: Mapping[str, _Target]

@@ -42,7 +42,7 @@ from .pack import unpack, unpack_part
 from .per_rank import MissingValue, RankValueRule
 from .rank_digests import MAX_SHOWN_PATHS, DigestCache, StateDigest
 from .reshard import ShardedRestore
-from .restore_plan import plan_restore
+from .restore_plan import has_all_names, plan_restore
 from .safetensors_header import read_header
 from .state_tree import flatten, format_path
 from .storage import LocalStorage
@@ -134,6 +134,7 @@ class RestoreAgreement:
     was_resharded: bool = False  # a rank received a part, or the number of ranks differs
     received_bytes: int = 0  # size of the shards that this rank received
     pack_bytes: int = 0  # size of an unsharded state; 0 if it is sharded or unknown
+    is_complete: bool = True  # The live state has all names that were saved, as far as is known.
     skipped: tuple[str, ...] = ()  # see `RestoreResult`
 
     @property
@@ -274,8 +275,10 @@ class DiskSource(StateSource):
             if entry is not None and entry.is_unreadable:
                 raise CheckpointUnreadableError(f"{name} {entry.problem}")
             manifest = None if entry is None else entry.manifest
-            if manifest is None or _stored_state(manifest) != stored:
-                raise CheckpointError(f"{name} was replaced or deleted after it was chosen")
+            if manifest is None:
+                raise CheckpointError(f"{name} was deleted after it was chosen")
+            if _stored_state(manifest) != stored:
+                raise CheckpointUnreadableError(f"{name} was replaced after it was chosen")
             self._manifests[stored] = manifest
         return self._manifests[stored]
 
@@ -442,8 +445,8 @@ class StateSearch:
         if newest and (plan is None or plan.key.step < newest.step):
             raise CheckpointError(
                 f"{newest.reason}: it may be intact, so nothing older is restored in its place; "
-                "start again when it can be read, or move its directory away to continue without "
-                f"step {newest.step}"
+                "start the job again when it can be read, or move its directory away to continue "
+                f"without step {newest.step}"
             )
         return plan
 
@@ -536,6 +539,7 @@ def restore_from(
     step: int | None = None,
     strict: bool = True,
     if_unusable: IfUnusable = "raise",
+    allow_cast: bool = False,
     per_rank: Mapping[str, MissingValue | None] | None = None,
 ) -> RestoreAgreement:
     """Restore the newest state that is complete over all ranks, on all of them.
@@ -565,6 +569,7 @@ def restore_from(
             names are ignored.
         if_unusable: what to do without a `step` if there are checkpoints on disk and no state can
             be used: "raise" raises CheckpointCorruptError, "start_over" changes nothing.
+        allow_cast: convert tensors of floating types to the dtype of the live ones.
         per_rank: the names that are saved by rank, see `CheckpointManager`.
 
     Returns:
@@ -590,14 +595,14 @@ def restore_from(
             while fetched is None and (plan := search.choose()) is not None:
                 _check_equal_values(search, plan)
                 fetch = _fetch_sharded if plan.key.num_parts else _fetch_replicated
-                fetched = fetch(search, plan, state, rule, strict=strict)
+                fetched = fetch(search, plan, state, rule, strict=strict, allow_cast=allow_cast)
             if fetched is not None:
                 put, agreement = fetched
                 peers.run_on_all(put, f"failed to restore step {agreement.step}")
             elif step is None and if_unusable == "raise" and search.has_seen_checkpoints:
                 raise _no_usable_checkpoint(search.skipped(0))
             else:
-                agreement = RestoreAgreement(0, "", -1, peers.rank)
+                agreement = RestoreAgreement(0, "", -1, peers.rank, is_complete=strict)
         finally:
             for source in sources:
                 source.release()
@@ -677,8 +682,10 @@ def _fetch_sharded(
     rule: RankValueRule,
     *,
     strict: bool,
+    allow_cast: bool,
 ) -> _Fetched | None:
-    resharded = ShardedRestore(search, plan, rule).run(state, strict=strict)
+    restore = ShardedRestore(search, plan, rule)
+    resharded = restore.run(state, strict=strict, allow_cast=allow_cast)
     if resharded is None:
         return None
     return resharded.put, RestoreAgreement(
@@ -688,6 +695,7 @@ def _fetch_sharded(
         search.group.rank,
         was_resharded=resharded.was_resharded,
         received_bytes=resharded.received_bytes,
+        is_complete=resharded.is_complete,
     )
 
 
@@ -698,6 +706,7 @@ def _fetch_replicated(
     rule: RankValueRule,
     *,
     strict: bool,
+    allow_cast: bool,
 ) -> _Fetched | None:
     """Bring the pack of a state that is not sharded to all ranks, and compare it with `state`.
 
@@ -726,11 +735,12 @@ def _fetch_replicated(
         received = group.broadcast_pack(step, pack, sender, receivers)
         pack = pack if received is None else received
 
-    def match() -> Callable[[], None]:
-        saved = unpack(require_not_none(pack, "a pack"), copy=False)
-        return plan_restore(state, rule.add_values(saved, (), state), strict=strict)
+    def match() -> tuple[Callable[[], None], bool]:
+        saved = rule.add_values(unpack(require_not_none(pack, "a pack"), copy=False), (), state)
+        put = plan_restore(state, saved, strict=strict, allow_cast=allow_cast)
+        return put, has_all_names(state, saved)
 
-    put, error = capture_exception(match)
+    matched, error = capture_exception(match)
     errors = group.all_gather_errors(error)
     for rank, rank_error in enumerate(errors):
         if rank_error is not None and rank_error.is_corrupt:
@@ -741,8 +751,10 @@ def _fetch_replicated(
     holder = group.rank if group.rank in holders else sender
     pack_bytes = len(require_not_none(pack, "a pack"))
     kind = holders[holder].kind
-    agreement = RestoreAgreement(step, kind, holder, group.rank, pack_bytes=pack_bytes)
-    return require_not_none(put, "a plan"), agreement
+    put, is_complete = require_not_none(matched, "a plan")
+    return put, RestoreAgreement(
+        step, kind, holder, group.rank, pack_bytes=pack_bytes, is_complete=is_complete
+    )
 
 
 def _exclude_divergent_copies(

@@ -17,6 +17,14 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import CheckpointError, StateMismatchError, format_error, wrapper_hint
 from ..untrusted import class_name_with_article
+from .object_checks import (
+    describe_difference,
+    describe_tensor,
+    module_mismatches,
+    optimizer_mismatches,
+    own_mismatches,
+    put_back_dtypes,
+)
 from .state_tree import (
     StateAccessor,
     StatePath,
@@ -56,7 +64,11 @@ def check_names(state: object) -> dict[str, Any]:
 
 
 def plan_restore(
-    state: MutableMapping[str, Any], saved: object, *, strict: bool = True
+    state: MutableMapping[str, Any],
+    saved: object,
+    *,
+    strict: bool = True,
+    allow_cast: bool = False,
 ) -> Callable[[], None]:
     """Return a function that puts `saved` into `state` in place.
 
@@ -68,6 +80,7 @@ def plan_restore(
         saved: The state that was read. Each DTensor in it is the one at the same path of
             `state`, or a new one if an optimizer in `state` has none there yet.
         strict: Whether a name that only one side has is an error. If not, such names are ignored.
+        allow_cast: Whether tensors of floating types are converted to the dtype of the live ones.
 
     Returns:
         A function that raises CheckpointError if an object rejects its state, or fails. The values
@@ -83,7 +96,7 @@ def plan_restore(
         )
     if strict:
         _check_same_names(state, saved)
-    planner = _RestorePlanner()
+    planner = _RestorePlanner(allow_cast)
     names = [name for name in state if name in saved]
     actions = {name: planner.plan(state[name], saved[name], (name,)) for name in names}
     planner.check_shared_memory()
@@ -99,6 +112,11 @@ def plan_restore(
                 state[name] = action()
 
     return put
+
+
+def has_all_names(state: Mapping[str, Any], saved: object) -> bool:
+    """Return True if the live state has all names that were saved."""
+    return isinstance(saved, dict) and saved.keys() <= state.keys()
 
 
 def _check_same_names(state: Mapping[str, Any], saved: Mapping[Any, Any]) -> None:
@@ -207,8 +225,9 @@ def _is_same_memory(write: _TensorWrite, other: _TensorWrite) -> bool:
 class _RestorePlanner:
     """Compares a saved state with a live one, and collects the mismatches and the actions."""
 
-    def __init__(self) -> None:
+    def __init__(self, allow_cast: bool) -> None:
         self.mismatches: list[str] = []  # sentences
+        self._allow_cast = allow_cast
         self._copies = TensorCopies()
         self._writes: list[_TensorWrite] = []
 
@@ -249,14 +268,12 @@ class _RestorePlanner:
 
     def _into_tensor(self, old: Any, new: Any, path: StatePath) -> Callable[[], Any]:
         """Implement `plan` for a tensor."""
-        if _describe_tensor(old) != _describe_tensor(new):
-            self._add_mismatch(
-                path, f"is {_describe_tensor(old)}, and {_describe_tensor(new)} was saved"
-            )
+        if difference := describe_difference(old, new, allow_cast=self._allow_cast):
+            self._add_mismatch(path, difference)
         elif old.device.type == "meta":
             self._add_mismatch(path, f"is {_ON_META}")
         elif not _has_equal_repeats(local_tensor(old), local_tensor(new)):
-            expanded = f"{_describe_tensor(old)} that is expanded"
+            expanded = f"{describe_tensor(old)} that is expanded"
             self._add_mismatch(path, f"is {expanded}, and what was saved is not")
         else:
             self._add_write(path, old, new)
@@ -269,11 +286,15 @@ class _RestorePlanner:
         return copy
 
     def _check_object(self, old: Any, new: Any, path: StatePath) -> None:
-        """Add mismatches of the tensors that a module or an optimizer will load its state into."""
+        """Add the known reasons for which an object cannot load its state."""
+        self.mismatches += own_mismatches(old, new, path)
         if isinstance(old, torch.optim.Optimizer):
             parameters = (one for group in old.param_groups for one in group["params"])
             if any(parameter.device.type == "meta" for parameter in parameters):
                 self._add_mismatch(path, f"has parameters {_ON_META}")
+            self.mismatches += optimizer_mismatches(old, new, path, allow_cast=self._allow_cast)
+        if isinstance(old, torch.nn.Module):
+            self.mismatches += module_mismatches(old, new, path, allow_cast=self._allow_cast)
         if not isinstance(old, torch.nn.Module) or not isinstance(new, Mapping):
             return
         targets = [*old.named_parameters(remove_duplicate=False)]
@@ -365,6 +386,8 @@ class _RestorePlanner:
         try:
             with torch.enable_grad():
                 accessor.set_state(given)
+            if isinstance(old, torch.optim.Optimizer) and not self._allow_cast:
+                put_back_dtypes(old, given)
         except Exception as error:
             is_mismatch = str(error).startswith(_TORCH_MISMATCHES)
             kind = (
@@ -378,17 +401,6 @@ class _RestorePlanner:
                 f"{what}: {format_error(error).rstrip()}{wrapper_hint(names, new)}"
             ) from error
         return old
-
-
-def _describe_tensor(value: Any) -> str:
-    """Describe the properties that a tensor must share with another to be copied into it."""
-    if not isinstance(value, torch.Tensor):
-        return class_name_with_article(value)
-    if value.is_nested:
-        return "a nested tensor"
-    placements = list(getattr(value, "placements", ()))
-    suffix = f" sharded as {placements}" if is_dtensor(value) else ""
-    return f"a tensor of {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}{suffix}"
 
 
 def _has_equal_repeats(old: torch.Tensor, new: torch.Tensor) -> bool:

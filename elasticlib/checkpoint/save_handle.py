@@ -367,7 +367,7 @@ class SaveResults:
         self.is_reachable = store is not None  # False once the store's host has exited
         self.newest_step = 0  # of the saves that this rank expects from rank 0
         self.store, self._is_publisher = store, rank == 0
-        self._prefix = f"elasticlib/saves/{zlib.crc32(name.encode()):08x}"
+        self._prefix = f"elasticlib/saves/{zlib.crc32(os.fsencode(name)):08x}"
         self.digests = DigestExchange(store, self._prefix, rank, world_size)
 
     def next_number(self) -> int:

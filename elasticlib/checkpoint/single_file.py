@@ -7,13 +7,16 @@ mechanism of their own: `pack` lays out and copies a state, `LocalStorage` repla
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import CheckpointCorruptError, CheckpointError, CheckpointUnreadableError
+from ..untrusted import open_regular_file
 from .catalog import DataFile, find_difference
 from .pack import plan_layout, unpack
 from .safetensors_header import (
@@ -57,7 +60,7 @@ def save_checkpoint(path: str | os.PathLike[str], state: object) -> None:
         CheckpointError: the state cannot be saved (the message names the object and its path in the
             state), or the disk failed. The previous file is unchanged.
     """
-    target = Path(path)
+    target = Path(path).expanduser()
     try:
         image = plan_layout(state)
     except CheckpointError as error:
@@ -98,7 +101,7 @@ def load_checkpoint(path: str | os.PathLike[str], *, map_location: MapLocation =
         CheckpointError: `torch.save`, a `CheckpointManager`, or a version with another format wrote
             the file; or this program lacks a library that the state needs.
     """
-    with open(path, "rb") as file:
+    with _open(path) as file:
         header = _read_file_header(file, path)
         # The tensors use this memory.
         memory = memoryview(new_memory(header.size))
@@ -124,27 +127,41 @@ def latest_checkpoint(folder: str | os.PathLike[str], pattern: str = "*.pt") -> 
         The path, or None if no file matches.
 
     Raises:
-        CheckpointError: files match, and none of them is intact. If the training started from the
+        CheckpointError: files match, and none of them can be used. If the training started from the
             beginning, it would replace them.
     """
-    newest_error: Exception | None = None
-    names = [path.name for path in Path(folder).glob(pattern) if not temp_target(path.name)]
+    errors: list[Exception] = []
+    folder = Path(folder).expanduser()
+    names = [path.name for path in folder.glob(pattern) if not temp_target(path.name)]
     for name in sorted(names, key=_natural_key, reverse=True):
         path = Path(folder, name)
         try:
-            with open(path, "rb") as file:
+            with _open(path) as file:
                 _verify_data(file, path, _read_file_header(file, path))
         except (CheckpointError, OSError) as error:
             log.warning("skipped a checkpoint: %s", error)
-            newest_error = newest_error or error
+            errors.append(error)
         else:
             return path
-    if newest_error is not None:
+    if errors:
+        # Files that are only of another kind, or cannot be read, may be intact.
+        intact = [error for error in errors if not isinstance(error, CheckpointCorruptError)]
+        advice = "" if intact else ". To start from the beginning, move them away"
+        shown = [*intact, *errors][0]
         raise CheckpointError(
             f"none of the {len(names)} files {pattern} in {os.fspath(folder)} is a complete "
-            f"checkpoint: {newest_error}. To start from the beginning, move them away"
-        ) from newest_error
+            f"checkpoint: {shown}{advice}"
+        ) from shown
     return None
+
+
+@contextlib.contextmanager
+def _open(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    with (
+        open_regular_file(os.path.expanduser(path), follow_link=True) as handle,
+        open(handle, "rb", closefd=False) as file,
+    ):
+        yield file
 
 
 def _natural_key(name: str) -> tuple[list[str | int], str]:

@@ -71,8 +71,8 @@ class ReplicationSession:
         self._exchange_prefix = info.exchange_prefix
         self._num_nodes, self._num_workers = info.world_size, num_workers
         self._attempt_dir = attempt_dir
-        sources = replica_sources(info.rank, info.world_size, replicas)
-        targets = replica_targets(info.rank, info.world_size, replicas)
+        sources = replica_sources(info.assignment, replicas)
+        targets = replica_targets(info.assignment, replicas)
         self._receiver = ReplicaReceiver(info, sources, attempt_dir, secret)
         self._senders = [ReplicaSender(info, target, attempt_dir, secret) for target in targets]
         self._thread = daemon_thread(self._run, "agent-snapshots")

@@ -1,6 +1,6 @@
 """Slots: memory for copies of a state, which snapshots and saves of one worker share.
 
-Each writer has files of its own in its agent's shared memory, its slots. The first page of a slot
+Each writer has files of its own in its agent's shared memory, its slots. The first pages of a slot
 is the header of the snapshot that follows. The header is cleared before the bytes after it are
 changed, and is written last. So a reader sees a complete snapshot or none, whenever a writer is
 killed. Writer and reader lock the slot that they use, and neither waits for the other.
@@ -51,15 +51,16 @@ WAKEUP_RETRY_S = (
     1.0  # An agent that polls every two seconds creates the pipe again if it is removed.
 )
 
-HEADER_BYTES = 4096  # One page, so that the tensors in the snapshot are aligned.
+# Whole pages, so that the tensors in the snapshot are aligned. The longest path takes one of them.
+HEADER_BYTES = 8192
 MAX_OVERSIZE_FACTOR = 2  # A slot is at most so many times as large as the snapshot in it.
 CHUNK_BYTES = 4 << 20  # Memory is populated in chunks, so that a snapshot waits for one at most.
 # A slot has room for a state that grows by this fraction. The room takes no memory until then.
 SPARE_FRACTION = 16
 
-_MAGIC = b"ELSLOT2\n"
+_MAGIC = b"ELSLOT3\n"
 _HEAD = struct.Struct("<8sII")  # magic, size of the JSON text, its CRC-32
-_compact = json.JSONEncoder(separators=(",", ":")).encode
+_compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 _madvise = getattr(ctypes.CDLL(None, use_errno=True), "madvise", None)
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 
@@ -69,7 +70,7 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14
 
 @attrs.frozen
 class SnapshotHeader:
-    """The description of a snapshot in the first page of its slot."""
+    """The description of a snapshot in the first pages of its slot."""
 
     name: str  # of the kind of snapshot, if a program has several managers
     step: int
@@ -107,9 +108,10 @@ def encode_header(header: SnapshotHeader) -> bytes:
     """Encode a header.
 
     Raises:
-        CheckpointError: The header does not fit into a page.
+        CheckpointError: The header has more than `HEADER_BYTES`.
     """
-    text = _compact({name: getattr(header, name) for name in _FIELDS}).encode()
+    fields = {name: getattr(header, name) for name in _FIELDS}
+    text = _compact(fields).encode(errors="surrogateescape")  # A path may not be UTF-8.
     if _HEAD.size + len(text) > HEADER_BYTES:
         raise CheckpointError(
             f"the header of a snapshot has at most {HEADER_BYTES} bytes, and that of step "
@@ -127,7 +129,7 @@ def decode_header(page: bytes | memoryview) -> SnapshotHeader | None:
     if magic != _MAGIC or len(text) != length or crc32 != zlib.crc32(text):
         return None
     try:
-        return header_from_fields(read_json(text))
+        return header_from_fields(read_json(text.decode(errors="surrogateescape")))
     except ValueError:
         return None
 

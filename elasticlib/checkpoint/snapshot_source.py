@@ -305,7 +305,7 @@ class SnapshotSource(StateSource):
             self._allocator.begin(attrs.evolve(self._header, size=size, part=part, parts=parts))
 
     def adopt_restored_step(self, found: RestoreAgreement, state: object) -> None:
-        """Prepare for snapshots after all ranks have restored a step.
+        """Prepare for snapshots after all ranks have restored the newest usable state completely.
 
         Snapshots of later steps from earlier attempts are freed. If the state came from another
         node's memory, this node keeps a snapshot of it, too, because the other node may be lost

@@ -96,6 +96,11 @@ class CheckpointStorage(abc.ABC):
     def list_folders(self) -> list[str]:
         """Return the names of the subdirectories. The list is empty if the directory is missing."""
 
+    def is_link(self, folder: str) -> bool:
+        """Return whether a subdirectory is a link, behind which nothing may be deleted."""
+        del folder
+        return False
+
     @abc.abstractmethod
     def list_files(self, folder: str) -> dict[str, int]:
         """Return the size in bytes of each file in a subdirectory, by the name of the file.
@@ -109,6 +114,7 @@ class CheckpointStorage(abc.ABC):
 
         Raises:
             FileTooLargeError: the file has more than `MAX_SMALL_FILE_BYTES`.
+            IrregularFileError: a pipe, a device or a directory has this name.
         """
 
     @abc.abstractmethod
@@ -153,19 +159,32 @@ class CheckpointStorage(abc.ABC):
         """Remove an empty directory. Do nothing if it does not exist, or is not empty."""
 
 
+def resolve_location(
+    location: str | os.PathLike[str] | CheckpointStorage,
+) -> str | CheckpointStorage:
+    """Return the absolute path of a directory, in which `~` is expanded.
+
+    A URL and a storage are returned as they are.
+    """
+    if isinstance(location, CheckpointStorage):
+        return location
+    text = os.fspath(location)
+    scheme, is_url, path = text.partition("://")
+    if is_url and scheme not in ("file", "local"):
+        return text
+    return os.path.abspath(os.path.expanduser(path if is_url else text))
+
+
 def open_storage(location: str | os.PathLike[str] | CheckpointStorage) -> CheckpointStorage:
     """Return the storage at a path or URL. A storage is returned as it is.
 
     Raises:
         CheckpointError: the URL cannot be opened.
     """
+    location = resolve_location(location)
     if isinstance(location, CheckpointStorage):
         return location
-    text = os.fspath(location)
-    scheme, is_url, path = text.partition("://")
-    if not is_url:
-        return LocalStorage(text)
-    return LocalStorage(path) if scheme in ("file", "local") else FsspecStorage(text)
+    return FsspecStorage(location) if "://" in location else LocalStorage(location)
 
 
 # -- a directory of a file system ------------------------------------------------------------------
@@ -214,7 +233,7 @@ class LocalStorage(CheckpointStorage):
         self._make_folder(self.name)
         path = os.path.join(self.name, LOCK_NAME)
         # Each call opens the file, so that two threads of this process exclude each other, too.
-        with open_regular_file(path, os.O_RDWR | os.O_CREAT, mode=0o644) as handle:
+        with open_regular_file(path, os.O_RDWR | os.O_CREAT, mode=0o666) as handle:
             _wait_for_lock(handle, path)
             try:
                 yield
@@ -230,6 +249,9 @@ class LocalStorage(CheckpointStorage):
         except FileNotFoundError:
             return []
 
+    def is_link(self, folder: str) -> bool:
+        return os.path.islink(self._path(folder))
+
     def list_files(self, folder: str) -> dict[str, int]:
         sizes = {}
         with contextlib.suppress(FileNotFoundError), os.scandir(self._path(folder)) as entries:
@@ -241,12 +263,13 @@ class LocalStorage(CheckpointStorage):
 
     def read(self, name: str) -> bytes | None:
         try:
-            with open(self._path(name), "rb") as file:
-                size = os.fstat(file.fileno()).st_size
+            with open_regular_file(self._path(name), follow_link=True) as handle:
+                size = os.fstat(handle).st_size
                 if size > MAX_SMALL_FILE_BYTES:
                     limit = MAX_SMALL_FILE_BYTES
                     raise FileTooLargeError(f"{name} has {size} bytes, which is more than {limit}")
-                return file.read(size)
+                with open(handle, "rb", closefd=False) as file:
+                    return file.read(size)
         except FileNotFoundError:
             return None
 
@@ -258,8 +281,8 @@ class LocalStorage(CheckpointStorage):
         start: int = 0,
         on_chunk: OnChunk = ignore_chunk,
     ) -> int:
-        with open(self._path(name), "rb", buffering=0) as file:
-            return read_handle_into(file.fileno(), buffer, start, on_chunk)
+        with open_regular_file(self._path(name), follow_link=True) as handle:
+            return read_handle_into(handle, buffer, start, on_chunk)
 
     def write(self, name: str, data: memoryview) -> Checksum:
         path = self._path(name)

@@ -6,6 +6,7 @@ Host memory that receives copies from a GPU is page-locked, so that the bus runs
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -14,6 +15,8 @@ import attrs
 import torch
 from torch.serialization import default_restore_location, location_tag
 
+from ..errors import CheckpointUnreadableError
+
 if TYPE_CHECKING:
     from .snapshot_slots import MappedSlot
 
@@ -21,6 +24,8 @@ MapLocation: TypeAlias = (
     str | torch.device | dict[str, str] | Callable[[torch.UntypedStorage, str], Any] | None
 )
 """The devices on which tensors are placed, as `torch.load` takes it."""
+
+_DTYPE_NAME = re.compile(r"(u?int|b?float|complex|bits)[0-9]+(_[a-z0-9]+)*")
 
 
 @cache
@@ -34,12 +39,18 @@ def dtype_from_name(name: str) -> torch.dtype:
     """Return the dtype of this name.
 
     Raises:
-        ValueError: torch has no such dtype.
+        CheckpointUnreadableError: this version of torch has no such dtype, and another one may.
+        ValueError: this is no name of a dtype.
     """
     dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"torch has no dtype {name!r}")
-    return dtype
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if _DTYPE_NAME.fullmatch(name):
+        raise CheckpointUnreadableError(
+            f"the state has tensors of {name}, and torch {torch.__version__} has no such dtype: use"
+            " the version of torch that saved the state"
+        )
+    raise ValueError(f"torch has no dtype {name!r}")
 
 
 @cache

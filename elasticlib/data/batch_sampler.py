@@ -29,9 +29,9 @@ class ElasticBatchSampler(GlobalPositionIterable, Sampler[list[int]]):
         sampler = ElasticDistributedSampler(dataset, tail="exact")
         batches = ElasticBatchSampler(sampler, global_batch=256)
         collate = EmptyBatchCollator(dataset)              # the last share of a rank can be empty
-        for epoch in range(sampler.epoch, epochs):
-            sampler.set_epoch(epoch)
-            for x, y in DataLoader(dataset, batch_sampler=batches, collate_fn=collate):
+        loader = DataLoader(dataset, batch_sampler=batches, collate_fn=collate)
+        for epoch, local_batches in batches.epochs(3, loader):
+            for x, y in local_batches:
                 (batches.sample_weight * loss(model(x), y, reduction="sum")).backward()
                 ...
                 batches.advance()                          # on every rank
@@ -73,9 +73,7 @@ class ElasticBatchSampler(GlobalPositionIterable, Sampler[list[int]]):
     def _stride(self) -> int:
         return self.global_batch
 
-    def __len__(self) -> int:
-        """Return the number of remaining batches, which is the same on every rank."""
-        start = self.position
+    def _num_items(self, start: SamplerPosition) -> int:
         return -(-(self._epoch_end(start) - start.consumed) // self.global_batch)
 
     @property
@@ -142,7 +140,9 @@ class EmptyBatchCollator:
     """A `collate_fn` that creates a batch without samples for a rank with an empty share.
 
     The empty batch is the batch of the dataset's first sample, with each tensor reduced to 0 rows
-    and each list of strings to an empty list. All other batches are created by `collate_fn`.
+    and each list of strings to an empty list. All other batches are created by `collate_fn`. If the
+    batch contains anything else, such as NumPy arrays, dataclasses or graphs, an empty share raises
+    ConfigError: the rank would otherwise train on the first sample.
 
     Args:
         dataset: its first sample shows the structure of a batch.
@@ -157,14 +157,18 @@ class EmptyBatchCollator:
         self.dataset, self.collate_fn = dataset, collate_fn
 
     def __call__(self, samples: list[Any]) -> Any:
-        """Return the batch of a list of samples, which can be empty."""
+        """Return the batch of a list of samples, which can be empty.
+
+        Raises:
+            ConfigError: the list is empty, and the samples cannot be removed from a batch.
+        """
         if samples:
             return self.collate_fn(samples)
         return _without_samples(self.collate_fn([self.dataset[0]]))
 
 
 def _without_samples(batch: Any) -> Any:
-    if isinstance(batch, Tensor):
+    if isinstance(batch, Tensor) and batch.dim():
         return batch[:0]
     if isinstance(batch, Mapping):
         parts_by_name = {name: _without_samples(part) for name, part in batch.items()}
@@ -174,4 +178,11 @@ def _without_samples(batch: Any) -> Any:
     if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
         parts = [part for part in batch if not isinstance(part, (str, bytes))]
         return type(batch)([_without_samples(part) for part in parts])  # type: ignore[call-arg]
-    return batch
+    if batch is None or isinstance(batch, (str, bytes)):
+        return batch
+    what = "tensor without dimensions" if isinstance(batch, Tensor) else type(batch).__name__
+    raise ConfigError(
+        f"this rank has no sample of the batch, and no sample can be removed from a {what}: give"
+        " the loader a collate_fn that returns a batch without samples for an empty list, instead"
+        " of EmptyBatchCollator, or the sampler tail='drop'"
+    )

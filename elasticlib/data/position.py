@@ -27,7 +27,7 @@ Tail = Literal["pad", "drop", "exact"]
 """
 
 OnMismatch = Literal["raise", "restart", "keep"]
-"""The handling of a state whose length, seed or order differs from the sampler's.
+"""The handling of a state whose length, seed, order or dataset differs from the sampler's.
 
 * `raise`: raise StateMismatchError.
 * `restart`: start the epoch of the state from its first sample, in the sampler's order.
@@ -35,7 +35,7 @@ OnMismatch = Literal["raise", "restart", "keep"]
   in the state). Some samples of the epoch are then used twice, and others are not used.
 """
 
-STATE_FORMAT = 6  # raise it when the fields of the state or the shuffled order change
+STATE_FORMAT = 7  # raise it when the fields of the state or the shuffled order change
 
 
 @attrs.frozen
@@ -51,6 +51,7 @@ class SamplerPosition:
     consumed: int  # samples of the epoch that all ranks together have used
     length: int  # samples of the epoch
     order: str = "shuffled"  # "shuffled", "sequential", or "custom" with a digest of the order
+    dataset: str = ""  # a digest of what the indices refer to; empty if the dataset has none
 
     def __attrs_post_init__(self) -> None:
         if self.epoch < 0:
@@ -130,7 +131,7 @@ STATE_FIELDS = frozenset({*attrs.fields_dict(SamplerPosition), "format"})
 
 
 def encode(position: SamplerPosition) -> dict[str, Any]:
-    """Return the saved state of a position: a dict of integers and one string."""
+    """Return the saved state of a position: a dict of integers and strings."""
     return {**attrs.asdict(position), "format": STATE_FORMAT}
 
 
@@ -154,7 +155,7 @@ def decode(state: Mapping[str, Any]) -> SamplerPosition:
             raise StateMismatchError(
                 f"{name} is missing: a sampler's state has {', '.join(fields)}"
             )
-        kind = str if name == "order" else int
+        kind = str if name in ("order", "dataset") else int
         if type(state[name]) is not kind:
             raise StateMismatchError(f"{name} is {state[name]!r}, must be of type {kind.__name__}")
     for name in state:
@@ -171,8 +172,8 @@ def resume(
     """Return the position from which a sampler at `current` continues after loading `state`.
 
     Raises:
-        StateMismatchError: the state cannot be read, or has another length, seed or order, and
-            `on_mismatch` is "raise".
+        StateMismatchError: the state cannot be read, or has another length, seed, order or dataset,
+            and `on_mismatch` is "raise".
         ConfigError: `on_mismatch` is unknown.
     """
     check_one_of("on_mismatch", on_mismatch, OnMismatch)
@@ -197,6 +198,11 @@ def describe_mismatch(saved: SamplerPosition, current: SamplerPosition) -> str:
         return f"seed is {saved.seed} in the state, this sampler has {current.seed}"
     if saved.order != current.order:
         return f"order is {saved.order!r} in the state, this sampler has {current.order!r}"
+    if saved.dataset != current.dataset:
+        return (
+            f"dataset is {saved.dataset!r} in the state, this sampler has {current.dataset!r}: its"
+            " shards have other names or sizes, or another order"
+        )
     return ""
 
 

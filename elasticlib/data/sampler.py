@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import chain
 from operator import length_hint
-from typing import Any, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import attrs
 import torch
@@ -34,6 +34,7 @@ from .position import (
     positions_of_rank,
     resume,
 )
+from .shard_dataset import ShardDataset
 
 T = TypeVar("T")
 OrderFunction = Callable[[int, int], Order | Sequence[int]]
@@ -58,40 +59,90 @@ class EpochProgress:
         self._is_counted = False  # the script calls advance, or a loader saves the position
         self._iteration: Iteration | None = None  # the last one since a state was loaded
         self._drawn_at_save: tuple[object, int] = (None, 0)  # that one, and what it had yielded
-        # The next two are of the current epoch, since set_epoch was called or a state was loaded.
+        # The next three are of the current epoch, since set_epoch was called or a state was loaded.
         self._surplus = 0  # samples that were counted beyond the end of the epoch
         self._max_count = 0  # samples of the largest call of advance
+        self._has_no_batches_left = False  # a loop over `epochs` has used all of its batches
+        self._is_in_epochs = False  # the script is in a loop over `epochs`
         self._reported: set[str] = set()  # kinds of warnings
 
     def __getstate__(self) -> dict[str, Any]:
         # An iterator can be neither copied nor pickled.
         return {**vars(self), "_iteration": None, "_drawn_at_save": (None, 0)}
 
-    def start_iteration(self, iteration: Iteration, *, is_exhausted: bool) -> None:
-        """Record that an iterator starts at the position.
+    def leave_finished_epoch(self, *, is_exhausted: bool) -> str:
+        """Move to the next epoch if the current one is finished and the script did not say so.
+
+        torch's sampler repeats the order of an epoch then. Here that would use samples twice, or
+        none at all.
 
         Args:
-            iteration: the new iterator.
-            is_exhausted: True if the iterator has no items.
+            is_exhausted: True if an iterator that starts at the position has no items.
+
+        Returns:
+            A warning if the epoch has changed, else an empty string.
 
         Raises:
-            ConfigError: the epoch is complete, and `set_epoch` was not called. Another iterator
-                would be empty, or repeat the samples of the last one.
+            ConfigError: the last iterator has yielded all of its samples, and samples that it has
+                yielded were not counted. The next epoch would leave them out.
         """
-        position, last, reason = self.position, self._iteration, ""
-        is_epoch_implicit = self._explicit_epoch is None
+        position, last = self.position, self._iteration
+        is_implicit = self._explicit_epoch is None
+        if self._is_in_epochs:
+            # A loader that was saved after its end starts a second iterator after the restored one.
+            if is_exhausted and last is not None and last.is_restored:
+                self.start_next_epoch()
+            return ""
         can_repeat = position.consumed > 0 or position.order != "sequential"
-        if is_epoch_implicit and can_repeat and last is not None and last.is_finished:
-            reason = "an iterator has yielded all of its samples"
-        elif position.consumed and is_exhausted and (is_epoch_implicit or self._max_count):
-            reason = f"all of its {position.length} samples were counted"
-        if reason:
+        is_drawn = is_implicit and can_repeat and last is not None and last.is_finished
+        is_counted = position.consumed > 0 and is_exhausted and (is_implicit or self._max_count > 0)
+        if not is_drawn and not is_counted:
+            return ""
+        num_missing = last.num_missing if is_drawn and last is not None else 0
+        if num_missing:
             raise ConfigError(
-                f"epoch {position.epoch} is complete, because {reason}: call"
-                f" set_epoch({position.epoch + 1}) on the sampler before the next iterator, and"
-                " set_epoch(epoch) before each epoch"
+                f"all samples of epoch {position.epoch} were drawn, but {num_missing} of them were"
+                " not counted as trained on, and set_epoch was not called: call"
+                f" set_epoch({position.epoch}) to continue after the samples that were counted, or"
+                f" set_epoch({position.epoch + 1}) to start the next epoch"
             )
+        self.start_next_epoch()
+        return self._report_once(
+            "epoch",
+            f"epoch {position.epoch} is complete, and set_epoch was not called: this iterator"
+            f" starts epoch {position.epoch + 1}. Use `for epoch, batches in sampler.epochs(count,"
+            " loader)`, or call set_epoch(epoch) before each epoch",
+        )
+
+    def start_iteration(self, iteration: Iteration) -> None:
+        """Record that an iterator starts at the position."""
         self._is_fresh, self._iteration = False, iteration
+
+    def enter_epochs(self) -> None:
+        """Record that `epochs` moves from epoch to epoch, instead of calls of `set_epoch`."""
+        self._is_in_epochs, self._explicit_epoch = True, None
+
+    def leave_epochs(self) -> None:
+        """Record that the loop over `epochs` has ended, or was left."""
+        self._is_in_epochs = False
+
+    def end_batches(self) -> None:
+        """Record that the script has used all batches of the epoch."""
+        self._has_no_batches_left = True
+
+    def start_next_epoch(self) -> None:
+        """Move to the start of the next epoch, without a call of `set_epoch`."""
+        self._move_to(next_epoch(self.position))
+        self._explicit_epoch = None
+
+    @property
+    def saved_position(self) -> SamplerPosition:
+        """The position where a resumed job continues.
+
+        In a loop over `epochs`, it is the start of the next epoch once the batches have ended, so
+        that the rest of the body is not repeated.
+        """
+        return next_epoch(self.position) if self._has_no_batches_left else self.position
 
     def mark_counted(self) -> None:
         """Record that a loader saves the position of an iterator, so `advance` is not needed."""
@@ -123,7 +174,7 @@ class EpochProgress:
         consumed = self.position.consumed if keeps_position else 0
         self.position = attrs.evolve(self.position, epoch=epoch, consumed=consumed)
         self._is_fresh, self._explicit_epoch = False, epoch
-        self._surplus = self._max_count = 0
+        self._surplus, self._max_count, self._has_no_batches_left = 0, 0, False
 
     def load(self, state: Mapping[str, Any], on_mismatch: OnMismatch = "raise") -> None:
         """Move to the position of `state`. It raises the errors of `position.resume`."""
@@ -160,7 +211,7 @@ class EpochProgress:
     def _move_to(self, position: SamplerPosition) -> None:
         self.position, self._is_fresh = position, False
         self._iteration, self._drawn_at_save = None, (None, 0)
-        self._surplus = self._max_count = 0
+        self._surplus, self._max_count, self._has_no_batches_left = 0, 0, False
 
     # -- Warnings about wrong counts. Each method returns a message or an empty string. ------------
 
@@ -190,6 +241,9 @@ class EpochProgress:
         last, at_last_save = self._iteration, self._drawn_at_save
         self._drawn_at_save = last, last.yielded if last is not None else 0
         # A loader reads ahead, so samples may be drawn before the first step.
+        if self._has_no_batches_left:  # The saved position does not depend on counts.
+            self._drawn_at_save = None, 0
+            return ""
         if self._is_counted or not at_last_save[1] or at_last_save == self._drawn_at_save:
             return ""
         position = self.position
@@ -214,6 +268,7 @@ class Iteration:
 
     def __init__(self, source: GlobalPositionIterable) -> None:
         self._source = source
+        self.is_restored = False  # it continues at a state that was loaded
         self._start_at_position()
 
     def _start_at_position(self) -> None:
@@ -252,6 +307,7 @@ class Iteration:
         if self.is_finished:
             raise StateMismatchError("the iterator is finished: load the state into a new iterator")
         self._source.progress.restore_iterator(self, state, self._source._is_exhausted)
+        self.is_restored = True
         for _ in self._current:  # The caller's iterator would yield the rest of this list.
             pass
         self._start_at_position()
@@ -263,6 +319,22 @@ class Iteration:
         self._counted += count
         self._max_count = max(self._max_count, count)
 
+    @property
+    def num_missing(self) -> int:
+        """Number of samples that were drawn and not counted, by a script that counts; else 0.
+
+        A loader with `drop_last=True` drops less than a batch, which is not missing.
+        """
+        if self._drawn_at_first_count is None:
+            return 0
+        num_missing = self._drawn_in_epoch - self._counted
+        return num_missing if num_missing >= self._max_count else 0
+
+    @property
+    def _drawn_in_epoch(self) -> int:
+        """Number of samples that all ranks have drawn, without those that fill the last step."""
+        return min(self._drawn, self._start.length - self._start.consumed)
+
     def missing_counts_warning(self) -> str:
         """Return a warning if the iterator is finished and too few samples were counted, or ''.
 
@@ -272,7 +344,7 @@ class Iteration:
         """
         if not self.is_finished or self._drawn_at_first_count is None:
             return ""
-        drawn, start = min(self._drawn, self._start.length - self._start.consumed), self._start
+        drawn, start = self._drawn_in_epoch, self._start
         drawn_later = drawn - self._drawn_at_first_count
         counted_later = self._counted - self._first_count
         # One batch may be missing, because it was dropped or the training stopped there.
@@ -283,6 +355,37 @@ class Iteration:
             " all ranks drew together: a run that is resumed within an epoch repeats samples. Call"
             " advance(batch_size * world_size) after each step, on every rank"
         )
+
+
+class EpochBatches(Generic[T]):
+    """The batches of one epoch in a loop over `epochs`. They can be used once.
+
+    Its length is that of the loader: the number of batches that are left in the epoch.
+    """
+
+    def __init__(
+        self, progress: EpochProgress, loader: Iterable[T], iterator: Iterator[T] | None
+    ) -> None:
+        self.is_started = False  # the script has iterated over the batches
+        self._progress, self._loader = progress, loader
+        self._iterator = iterator  # of the loader, if it has been created already
+
+    def __len__(self) -> int:
+        return len(cast(Sized, self._loader))
+
+    def __iter__(self) -> Iterator[T]:
+        if self.is_started:
+            raise ConfigError(
+                f"the batches of epoch {self._progress.position.epoch} can be used once: a second"
+                " pass over the data is another epoch"
+            )
+        self.is_started = True
+        return self._batches()
+
+    def _batches(self) -> Iterator[T]:
+        iterator, self._iterator = self._iterator, None
+        yield from iter(self._loader) if iterator is None else iterator
+        self._progress.end_batches()
 
 
 class ElasticIterator(chain[T]):
@@ -329,6 +432,27 @@ class GlobalPositionIterable:
         """Yield this rank's items from a position to the end of the epoch, in lists."""
         raise NotImplementedError
 
+    def _num_items(self, start: SamplerPosition) -> int:
+        """Return the number of this rank's items from a position to the end of the epoch."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        """Return the number of this rank's remaining items in the epoch.
+
+        In a resumed epoch it is less than `epoch_length`. So is the length of a loader, which must
+        not be used to compute a learning-rate schedule.
+        """
+        return self._num_items(self.position)
+
+    @property
+    def epoch_length(self) -> int:
+        """The number of this rank's items in a whole epoch, wherever the position is.
+
+        It is the length of the sampler at the start of an epoch. An `ElasticBatchSampler` has as
+        many batches, at any world size, so schedules that count steps can use it.
+        """
+        return self._num_items(attrs.evolve(self.position, consumed=0))
+
     def _epoch_end(self, start: SamplerPosition) -> int:
         return epoch_end(start, self._stride, self.tail)
 
@@ -338,16 +462,82 @@ class GlobalPositionIterable:
     def __iter__(self) -> ElasticIterator[Any]:
         """Iterate over this rank's items from the position to the end of the epoch.
 
+        If the epoch is complete, and `set_epoch` was not called since, the iterator starts the next
+        epoch, and a warning is issued once. An order without shuffling that was not counted is
+        repeated, for evaluation.
+
         Raises:
-            ConfigError: the epoch is complete, and `set_epoch` was not called since.
+            ConfigError: `set_epoch` was not called since the last iterator was used up, and samples
+                that it has yielded were not counted.
         """
         _warn(self.progress.missing_counts_warning())
+        is_exhausted = self._is_exhausted(self.position)
+        _warn(self.progress.leave_finished_epoch(is_exhausted=is_exhausted))
         iteration = Iteration(self)
-        self.progress.start_iteration(iteration, is_exhausted=self._is_exhausted(self.position))
+        self.progress.start_iteration(iteration)
         chunks = iteration.chunks()
         iterator = cast("ElasticIterator[Any]", ElasticIterator.from_iterable(chunks))
         iterator.iteration = iteration
         return iterator
+
+    def epochs(self, count: int, loader: Iterable[T]) -> Iterator[tuple[int, EpochBatches[T]]]:
+        """Iterate over the epochs that are left, each with the batches of a loader::
+
+            for epoch, batches in sampler.epochs(3, loader):
+                for x, y in batches:                   # what is left of a resumed epoch
+                    ...
+                    sampler.advance(batch_size * world_size)
+                scheduler.step()                       # once for each epoch
+                manager.save(step, state)
+
+        The loop starts at the restored position, and sets the epochs. It ends at once if all epochs
+        are complete.
+
+        A state that is saved once the batches have ended continues with the next epoch. So the rest
+        of the body is not repeated, and a save belongs at its end. A state that is saved among the
+        batches, even after the last one, continues with the batches that are left, and then with
+        the rest of the body. If the body leaves the batches early and goes on, the next epoch
+        starts, but a state that was saved in the body continues within the epoch.
+
+        Args:
+            count: number of epochs of the whole training, with those that are complete.
+            loader: an iterable that reads from this sampler in each epoch, such as a DataLoader,
+                or torchdata's StatefulDataLoader with or without a state that it has loaded. If
+                anything reads batches before they are trained on, put it around the loader and not
+                around the batches, which must end after the last step.
+
+        Returns:
+            An iterator of pairs of an epoch, from 0, and its batches.
+
+        Raises:
+            ConfigError: `count` is negative or not an integer. While the result is iterated: the
+                body has not iterated over the batches of an epoch, or more than once.
+        """
+        if check_int("count", count) < 0:
+            raise ConfigError(f"need count >= 0, got {count}")
+        return self._epochs(count, loader)
+
+    def _epochs(self, count: int, loader: Iterable[T]) -> Iterator[tuple[int, EpochBatches[T]]]:
+        restoring = None
+        try:
+            self.progress.enter_epochs()
+            if self.position.epoch < count and hasattr(loader, "load_state_dict"):
+                # A stateful loader moves the sampler to its state only when it is iterated.
+                restoring = iter(loader)
+            while (epoch := self.position.epoch) < count:
+                batches = EpochBatches(self.progress, loader, restoring)
+                restoring = None
+                yield epoch, batches
+                if not batches.is_started:
+                    raise ConfigError(
+                        f"the batches of epoch {epoch} were not used: iterate over what epochs()"
+                        " yields, as in `for epoch, batches in sampler.epochs(count, loader)`, and"
+                        " not over the loader itself"
+                    )
+                _warn(self.progress.missing_counts_warning())
+                self.progress.start_next_epoch()
+        finally:
+            self.progress.leave_epochs()
 
     @property
     def position(self) -> SamplerPosition:
@@ -371,14 +561,14 @@ class GlobalPositionIterable:
         self.progress.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position as a dict of integers and one string, the same on every rank.
+        """Return the position as a dict of integers and strings, the same on every rank.
 
         A warning is issued once if `advance` was never called and samples were drawn between two
         calls, because the state is then not the position of the training. The first of the two
         calls must come after the first sample was drawn: a loader may read ahead before a step.
         """
         _warn(self.progress.no_counts_warning())
-        return encode(self.position)
+        return encode(self.progress.saved_position)
 
     def load_state_dict(
         self, state: Mapping[str, Any], *, on_mismatch: OnMismatch = "raise"
@@ -387,7 +577,7 @@ class GlobalPositionIterable:
 
         Args:
             state: the result of `state_dict`.
-            on_mismatch: what to do if the length of the dataset, the seed or the order differ.
+            on_mismatch: what to do if the dataset, its length, the seed or the order differ.
                 "raise" raises StateMismatchError. "restart" starts the epoch of the state from its
                 first sample. "keep" skips as many samples of that epoch, in the order of this
                 sampler.
@@ -398,6 +588,13 @@ class GlobalPositionIterable:
             ConfigError: `on_mismatch` is unknown.
         """
         self.progress.load(state, on_mismatch)
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise the StateMismatchError that `load_state_dict` would raise. Change nothing.
+
+        `CheckpointManager.restore` calls it before it changes anything.
+        """
+        resume(state, self.position)
 
 
 def _warn(message: str) -> None:
@@ -413,15 +610,15 @@ class ElasticDistributedSampler(GlobalPositionIterable, DistributedSampler[int])
 
         sampler = ElasticDistributedSampler(dataset)
         sampler.load_state_dict(checkpoint["sampler"])     # on every rank, the same state
-        for epoch in range(sampler.epoch, epochs):
-            sampler.set_epoch(epoch)                       # the same epoch keeps its position
-            for batch in DataLoader(dataset, batch_size, sampler=sampler):
+        loader = DataLoader(dataset, batch_size, sampler=sampler)
+        for epoch, batches in sampler.epochs(3, loader):   # the first one keeps its position
+            for batch in batches:
                 train(batch)
                 sampler.advance(batch_size * world_size)   # on every rank, the global count
 
     `advance` moves the position. Iterating does not, because a loader with workers reads indices
-    long before they are trained on. `set_epoch` must be called before each epoch: otherwise a
-    second iterator after the end of an epoch raises ConfigError.
+    long before they are trained on. Instead of using `epochs`, a script can call `set_epoch` before
+    each epoch. If it does neither, the second iterator starts the next epoch, with a warning.
 
     With torchdata's StatefulDataLoader, the state of the loader has the position of the batches
     that it has returned, and `advance` is not needed. At another world size, the loader continues
@@ -494,7 +691,8 @@ class ElasticDistributedSampler(GlobalPositionIterable, DistributedSampler[int])
             raise ConfigError(f"need at most 2**62 samples to shuffle, got {length}")
         if not 0 <= start <= length:
             raise ConfigError(f"need 0 <= start_index <= {length} samples, got {start}")
-        self.progress = EpochProgress(SamplerPosition(seed, 0, start, length, name))
+        digest = dataset.digest if isinstance(dataset, ShardDataset) else ""
+        self.progress = EpochProgress(SamplerPosition(seed, 0, start, length, name, digest))
         _check_group(num_replicas, rank)
         super().__init__(cast(Dataset[Any], dataset), num_replicas, rank, shuffle, seed, drop_last)
         self.tail: Tail = ("drop" if drop_last else "pad") if tail is None else tail
@@ -554,9 +752,8 @@ class ElasticDistributedSampler(GlobalPositionIterable, DistributedSampler[int])
             start, rank=self.rank, world_size=self.num_replicas, tail=self.tail
         )
 
-    def __len__(self) -> int:
-        """Return the number of remaining indices of this rank in the epoch."""
-        return len(self._positions(self.position))
+    def _num_items(self, start: SamplerPosition) -> int:
+        return len(self._positions(start))
 
     @property
     def samples_left(self) -> int:

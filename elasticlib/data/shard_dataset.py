@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import bisect
+import hashlib
 import itertools
+import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -21,7 +24,8 @@ T = TypeVar("T")
 class ShardDataset(Dataset[T]):
     """A dataset over shard files: a batch is read in ranges of consecutive samples of a shard.
 
-    Samples are numbered through all shards, in the given order. With the sampler below, each sample
+    Samples are numbered through all shards, in the given order. A sampler that resumes with them in
+    another order raises StateMismatchError. With the sampler below, each sample
     is used exactly once in an epoch, even if the job is resized or killed. torchdata's
     StatefulDataLoader saves the position for any world size::
 
@@ -64,6 +68,19 @@ class ShardDataset(Dataset[T]):
         if min(self.sizes, default=0) < 0:
             raise ConfigError(f"need sizes >= 0, got {min(self.sizes)}")
         self._starts = [0, *itertools.accumulate(self.sizes)]
+
+    @property
+    def digest(self) -> str:
+        """A digest of the names and sizes of the shards in their order, 16 hexadecimal digits.
+
+        The saved state of a sampler contains it, so that a job does not resume with the shards in
+        another order. The directory that all shards are in and the queries of URLs do not count,
+        and neither do shards that are no strings, bytes, paths or integers, or tuples of these.
+        """
+        names = [_name_of(shard) for shard in self.shards]
+        folder = os.path.commonprefix(names).rpartition("/")[0]  # noqa: RUF071
+        names = [name.removeprefix(folder) for name in names]
+        return hashlib.sha256(json.dumps([names, self.sizes]).encode()).hexdigest()[:16]
 
     def __len__(self) -> int:
         """Return the number of samples of all shards."""
@@ -126,6 +143,15 @@ class ShardDataset(Dataset[T]):
             epoch: number of the epoch.
         """
         return _ShardOrder(self.sizes, Permutation(len(self.sizes), seed=seed, epoch=epoch))
+
+
+def _name_of(shard: object) -> str:
+    """Return a text that names the shard in every process, or an empty one if there is none."""
+    if isinstance(shard, str | bytes | os.PathLike):
+        return os.fsdecode(shard).partition("?")[0]
+    if isinstance(shard, tuple):
+        return " ".join(map(_name_of, shard))
+    return str(shard) if isinstance(shard, int) else ""
 
 
 class _ShardOrder:

@@ -22,13 +22,16 @@ from typing import Any
 
 import attrs
 
-from elasticlib import CheckpointManager, TcpStoreServer
+from elasticlib import TcpStoreServer
 from elasticlib.clock import monotonic
 from elasticlib.errors import ElasticError
+from elasticlib.numpy_warning import missing_numpy_ignored
 
 SCRIPT = str(Path(__file__).with_name("train_text.py"))
 BATCH_SIZE = 16
 RESIZE_EPOCHS = 3  # enough for a node to import torch, to join and to be killed
+CLOSE_TIMEOUT_S = 10.0
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PROGRESS = re.compile(r"epoch (\d+) step (\d+)/\d+ loss (\S+) \(world (\d+), generation (\d+)\)")
 STARTED = re.compile(r"generation (\d+): .*, restarts \d+/\d+; reason: (.*)$")
 
@@ -61,7 +64,7 @@ class DemoRunner:
         self._timeout_s = timeout_s
         self._started_at = self._fault_at = monotonic()
         self._lines: queue.SimpleQueue[tuple[str, str | None]] = queue.SimpleQueue()
-        self._nodes: list[subprocess.Popen[str]] = []
+        self._nodes: list[tuple[subprocess.Popen[str], threading.Thread]] = []
 
     def log(self, text: str) -> None:
         print(f"{monotonic() - self._started_at:5.1f} s  {text}", flush=True)
@@ -80,8 +83,9 @@ class DemoRunner:
             text=True,
             start_new_session=True,
         )
-        self._nodes.append(node)
-        threading.Thread(target=self._read_output, args=(name, node), daemon=True).start()
+        reader = threading.Thread(target=self._read_output, args=(name, node), daemon=True)
+        self._nodes.append((node, reader))
+        reader.start()
         return node
 
     def _read_output(self, name: str, node: subprocess.Popen[str]) -> None:
@@ -135,10 +139,20 @@ class DemoRunner:
         return True
 
     def close(self) -> None:
-        for node in self._nodes:
+        """Kill the agents that still run, and wait until their workers have died with them."""
+        for node, _ in self._nodes:
             if node.poll() is None:
                 node.kill()
             node.wait()
+        for _, reader in self._nodes:
+            reader.join(CLOSE_TIMEOUT_S)  # it ends when no process has the agent's output open
+
+
+def _exit_on_signal(number: int, _: object) -> None:
+    # Only the first signal: the next ones must not interrupt the end of the jobs.
+    for each in STOP_SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
+    raise SystemExit(128 + number)
 
 
 def children(pid: int) -> list[int]:
@@ -225,6 +239,9 @@ def run_with_faults(runner: DemoRunner, samples: int) -> None:
 
 def has_equal_weights(directory: Path, step: int) -> bool:
     """Return True if both runs had bitwise equal weights after this step."""
+    with missing_numpy_ignored():
+        from elasticlib import CheckpointManager  # imports torch
+
     baseline = CheckpointManager(directory / "baseline").load(step)["model"]
     faulty = CheckpointManager(directory / "faulty").load(step)["model"]
     return baseline.keys() == faulty.keys() and all(
@@ -280,6 +297,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--samples", type=int, default=3200, help="samples per epoch")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for each wait")
     args = parser.parse_args(arguments)
+    for number in STOP_SIGNALS:
+        signal.signal(number, _exit_on_signal)
     with tempfile.TemporaryDirectory(prefix="elasticlib-demo-") as directory:
         runner = DemoRunner(Path(directory), args.timeout)
         try:

@@ -15,7 +15,7 @@ import random
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -310,32 +310,44 @@ def train(training: Training, manager: CheckpointManager) -> bool:
     args = training.args
     manager.restore(training.state)
     model = DistributedDataParallel(training.model)
-    for epoch in range(training.sampler.epoch, args.epochs):
-        if not train_epoch(training, manager, model, epoch):
+    num_trained = training.sampler.epoch
+    is_validated = training.progress["validated_epochs"] == num_trained
+    if not is_validated and not validate_epoch(training, manager, num_trained):
+        return False  # This validation, too, was interrupted by a stop request.
+    loader = training.data_loader(training.train_images, training.batches)
+    for epoch, batches in training.batches.epochs(args.epochs, loader):
+        training.train_images.epoch = epoch  # before the workers of the loader start
+        if not train_epoch(training, manager, model, batches):
             return False
-        is_best = False
-        if training.progress["validated_epochs"] <= epoch:
-            top1 = training.validate()
-            if top1 is None:
-                manager.save(training.step, training.state)
-                print_rank0(f"stopping after step {training.step}, before its validation has ended")
-                return False
-            is_best = top1 > training.progress["best_top1"]
-            best_top1 = max(top1, training.progress["best_top1"])
-            training.progress.update(validated_epochs=epoch + 1, best_top1=best_top1)
-        manager.snapshot(training.step, training.state)
-        manager.save(training.step, training.state, pin=is_best)
+        if not validate_epoch(training, manager, epoch + 1):
+            return False
+    return True
+
+
+def validate_epoch(training: Training, manager: CheckpointManager, num_trained: int) -> bool:
+    """Validate and save after `num_trained` epochs. Return False if a stop is requested."""
+    top1 = training.validate()
+    if top1 is None:
+        manager.save(training.step, training.state)
+        print_rank0(f"stopping after step {training.step}, before its validation has ended")
+        return False
+    is_best = top1 > training.progress["best_top1"]
+    best_top1 = max(top1, training.progress["best_top1"])
+    training.progress.update(validated_epochs=num_trained, best_top1=best_top1)
+    manager.snapshot(training.step, training.state)
+    manager.save(training.step, training.state, pin=is_best)
     return True
 
 
 def train_epoch(
-    training: Training, manager: CheckpointManager, model: DistributedDataParallel, epoch: int
+    training: Training,
+    manager: CheckpointManager,
+    model: DistributedDataParallel,
+    batches: Iterable[tuple[Tensor, Tensor]],
 ) -> bool:
     """Train on the remaining batches of an epoch. Return False if a stop is requested."""
-    args = training.args
-    training.sampler.set_epoch(epoch)
-    training.train_images.epoch = epoch
-    for x, y in training.data_loader(training.train_images, training.batches):
+    args, epoch = training.args, training.sampler.epoch
+    for x, y in batches:
         sums = training.train_step(model, x, y)
         context().step(training.step, samples=len(y))
         if training.step % args.print_freq == 0:

@@ -13,6 +13,7 @@ import ctypes
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from pydoc_data.topics import topics
 from typing import Any
 
@@ -122,6 +123,18 @@ class Training:
         return batch[positions.start : positions.stop]
 
 
+class LocalBatches:
+    """This rank's part of each remaining batch of an epoch: the indices, and their windows."""
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
+
+    def __iter__(self) -> Iterator[tuple[list[int], Tensor]]:
+        indices = [self.training.local_indices(batch) for batch in self.training.batches]
+        loader = DataLoader(self.training.dataset, sampler=indices, batch_size=None)
+        return zip(indices, loader, strict=True)
+
+
 def summed_loss(model: nn.Module, windows: Tensor) -> Tensor:
     """Return the sum of the mean losses of the windows, which is 0 for an empty batch."""
     logits, targets = model(windows[:, :-1]), windows[:, 1:]
@@ -158,11 +171,8 @@ def train(training: Training, manager: CheckpointManager, args: argparse.Namespa
     model = training.model if logical else DistributedDataParallel(training.model)
     manager.restore(training.state)
     append_trace(args.trace, resumed=training.step, at=wall())
-    for epoch in range(training.sampler.epoch, args.epochs):
-        training.sampler.set_epoch(epoch)
-        batches = [training.local_indices(indices) for indices in training.batches]
-        loader = DataLoader(training.dataset, sampler=batches, batch_size=None)
-        for indices, windows in zip(batches, loader, strict=True):
+    for epoch, batches in training.batches.epochs(args.epochs, LocalBatches(training)):
+        for indices, windows in batches:
             step, world_size = training.step + 1, dist.get_world_size()
             append_trace(args.trace, step=step, epoch=epoch, indices=indices, world_size=world_size)
             if logical:
@@ -175,7 +185,7 @@ def train(training: Training, manager: CheckpointManager, args: argparse.Namespa
             training.progress.update(step=step, loss=loss.item())
             if end_step(training, manager, args, num_samples=len(indices)):
                 return False
-    manager.save(training.step, training.state)
+        manager.save(training.step, training.state)
     return True
 
 

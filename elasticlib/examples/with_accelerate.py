@@ -37,9 +37,8 @@ def train(manager: CheckpointManager) -> str:
     loader = DataLoader(data, batch_sampler=batches)
     state = {"model": net, "optimizer": sgd, "sampler": batches}
     step = manager.restore(state).step
-    for epoch in range(sampler.epoch, EPOCHS):
-        batches.set_epoch(epoch)
-        for x, y in loader:
+    for _epoch, local_batches in batches.epochs(EPOCHS, loader):
+        for x, y in local_batches:
             optimizer.zero_grad()
             prediction = model(x.to(accelerator.device))
             accelerator.backward(torch.nn.functional.mse_loss(prediction, y.to(accelerator.device)))

@@ -32,13 +32,10 @@ def train(manager: CheckpointManager) -> str:
     sampler = ElasticDistributedSampler(data, drop_last=True)
     batches = ElasticBatchSampler(sampler, GLOBAL_BATCH)
     loader = StatefulDataLoader(data, batch_sampler=batches, num_workers=2)
-    progress = {"epoch": 0}  # the loader restores its state only when it is iterated
-    state = {"model": net, "optimizer": optimizer, "loader": loader, "progress": progress}
+    state = {"model": net, "optimizer": optimizer, "loader": loader}
     step = manager.restore(state).step
-    for epoch in range(progress["epoch"], EPOCHS):
-        progress["epoch"] = epoch
-        sampler.set_epoch(epoch)
-        for x, y in loader:
+    for _epoch, local_batches in batches.epochs(EPOCHS, loader):
+        for x, y in local_batches:
             optimizer.zero_grad()
             torch.nn.functional.mse_loss(model(x), y).backward()
             optimizer.step()

@@ -32,7 +32,6 @@ from ..checkpoint.snapshot_source import is_sharded
 from ..checkpoint.state_tree import (
     map_leaves,
     reject_state_dicts,
-    state_accessor,
     to_plain_values,
 )
 from ..checkpoint.storage import new_memory
@@ -43,7 +42,7 @@ from ..errors import CheckpointError, ConfigError, require_not_none
 from ..logical.logical_workers import LogicalWorkers
 from ..workers.context import StopRequest, context
 from .process_group import POLL_INTERVAL_S, RegroupableGroup, current_group
-from .rollback import StateRollback
+from .rollback import SHARDED_STATE, StateRollback, drop_gradients
 from .takeover import BroadcastPlan, MemberStatus, plan_broadcast
 
 log = logging.getLogger("elasticlib.in_place")
@@ -64,6 +63,7 @@ def steps(
     logical_workers: LogicalWorkers | None = None,
     snapshot_every: int = 1,
     save_every: int = 0,
+    keep_copy: bool = True,
 ) -> StepLoop:
     """Return the training loop of this worker: an iterable of step attempts.
 
@@ -76,31 +76,36 @@ def steps(
 
     A script may catch an exception, such as KeyboardInterrupt, and iterate over the same object
     again. A step whose block was complete stays committed. Any other step is rolled back and
-    attempted again. If its optimizer had started, it cannot be rolled back, and the manager
-    restores the newest saved step.
+    attempted again.
 
     Args:
         batches: yields the batches. The loop sets its rank, world size and epoch, and advances it.
             Its position is saved as a part of the state.
         state: names to objects and values, as for `CheckpointManager.restore`: everything that a
-            worker needs to continue, the same on all ranks. If it contains sharded tensors, give a
-            function that creates the state for the current process group. Each group calls it, and
-            the manager restores the state from the snapshots in the agents' memory.
+            worker needs to continue, the same on all ranks. The script may replace values and
+            objects in it. If it contains sharded tensors, give a function that creates the state
+            for the current process group. Each group calls it, and the manager restores the state
+            from the snapshots in the agents' memory.
         manager: restores the state at the start and if no worker has it complete, takes snapshots,
             and saves.
         epochs: number of the epoch at which the loop ends; epochs are numbered from 0.
         loader: called in each group and epoch with this worker's batches (lists of indices, to be
             used as the `batch_sampler` of a DataLoader). The loop iterates over what it returns. By
-            default the loop yields the lists themselves.
+            default the loop yields the lists themselves. It must yield one item for each list.
         logical_workers: if given, this worker's part of a batch consists of the samples of its
             logical workers.
         snapshot_every: take a snapshot after this many steps; 0 for never.
         save_every: save after this many steps; 0 for only at the end.
+        keep_copy: copy the state at the start of each step, on its devices, so that an interrupted
+            step can be rolled back. This takes as much memory as the parameters and the optimizer
+            state. If False, a worker whose step was interrupted receives the state from another
+            worker that was not interrupted, or else the manager restores the newest step.
 
     Raises:
         ConfigError: an argument is invalid, or the state has sharded tensors and is not a function.
-            While the result is iterated, CheckpointError: an interrupted step cannot be rolled
-            back, and neither a worker nor the manager has the state of a completed step.
+            While the result is iterated, ConfigError: the loader has yielded more or fewer items
+            than there are batches. CheckpointError: an interrupted step cannot be rolled back, and
+            neither a worker nor the manager has the state of a completed step.
     """
     if not isinstance(batches, ElasticBatchSampler):
         raise ConfigError(
@@ -114,6 +119,8 @@ def steps(
         raise ConfigError(
             "a state that is created for each group is restored there: give a manager"
         )
+    if not keep_copy and manager is None:
+        raise ConfigError("without a copy, only a manager can restore a state: give a manager")
     loop = StepLoop(
         batches,
         state,
@@ -123,6 +130,7 @@ def steps(
         logical_workers=logical_workers,
         snapshot_every=snapshot_every,
         save_every=save_every,
+        keep_copy=keep_copy,
     )
     if not callable(state):
         loop._use_state(state)
@@ -228,6 +236,7 @@ class StepLoop:
         logical_workers: LogicalWorkers | None,
         snapshot_every: int,
         save_every: int,
+        keep_copy: bool,
     ) -> None:
         self.step = 0
         """The last committed step; 0 before the first."""
@@ -242,8 +251,10 @@ class StepLoop:
         self._loader = loader
         self._logical_workers = logical_workers
         self._snapshot_every, self._save_every = snapshot_every, save_every
-        self._parts: TrainingState = {}  # `state` with the position of the batches
-        self._rollback = StateRollback({})
+        # A state that a function creates is created again for the next group instead.
+        self._can_roll_back = keep_copy and not callable(state)
+        self._rollback = StateRollback()
+        self._obstacle = ""  # why the last interrupted attempt could not be rolled back
         self._attempt: StepAttempt | None = None  # the last one, until it is counted or rolled back
         self._has_state = False  # the state belongs to the job, not only to this process
         self._is_complete = False  # the state is exactly that of `step`
@@ -258,7 +269,6 @@ class StepLoop:
 
     def __iter__(self) -> Iterator[StepAttempt]:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._rollback.watch_optimizers())
             if self._group is not None:
                 context().set_can_regroup()
                 # Collectives that the script calls after the loop must not be aborted, so the
@@ -277,7 +287,6 @@ class StepLoop:
     def _attempts_in_group(self) -> Generator[StepAttempt, None, bool]:
         """Yield attempts until this group or the loop ends. Return True if the loop ends."""
         is_new_group = True
-        self._rollback.refresh_modules()
         for epoch in range(self.epoch, self._epochs):
             self._batches.set_epoch(epoch)
             if not len(self._batches):
@@ -286,8 +295,12 @@ class StepLoop:
             for batch in local if self._loader is None else self._loader(local):
                 if context().should_leave_group():
                     return False
-                self._read_values()
-                self._rollback.begin()
+                if not len(self._batches):
+                    raise ConfigError(
+                        f"the loader has yielded more items in epoch {epoch} than there are"
+                        " batches: yield one item for each list of indices that it is given"
+                    )
+                self._rollback.begin(*self._rollback_values())
                 self._attempt = attempt = StepAttempt(self, batch, is_new_group=is_new_group)
                 yield attempt
                 is_new_group = False
@@ -298,6 +311,12 @@ class StepLoop:
                     return False
                 if self.stop_request is not None:
                     return True
+            if remaining := len(self._batches):
+                raise ConfigError(
+                    f"the loader has ended {remaining} batches before the end of epoch {epoch}, and"
+                    " their samples would be skipped: yield one item for each list of indices that"
+                    " it is given"
+                )
         return self._wait_until_all_finish()
 
     def _finish_last_attempt(self) -> None:
@@ -314,10 +333,15 @@ class StepLoop:
             self._batches.advance()
             self.step = attempt.step
         else:
-            # A state that a function creates is created again for the next group instead.
-            self._is_complete = self._rollback.roll_back() and self._create_state is None
-            self._write_values()
+            self._is_complete = False
+            self._obstacle = self._rollback.roll_back()
+            drop_gradients(self.state)
+            self._is_complete = self._can_roll_back and not self._obstacle
         self._attempt = None
+
+    def _rollback_values(self) -> Sequence[object]:
+        """Return what is copied at the start of an attempt."""
+        return (self.state, self._batches) if self._can_roll_back else ()
 
     def _on_committed(self, attempt: StepAttempt) -> None:
         """Count and report the step, and take a snapshot and save if they are due."""
@@ -332,13 +356,11 @@ class StepLoop:
                 if not self._is_group_failure(error):
                     raise
         elif self._manager is not None and is_snapshot_due:
-            self._read_values()
-            self._manager.snapshot(self.step, self._parts)
+            self._manager.snapshot(self.step, self._parts())
 
     def _save(self, *, pin: bool = False, snapshot: bool = False) -> None:
         if self._manager is not None:
-            self._read_values()
-            self._manager.save(self.step, self._parts, pin=pin, snapshot=snapshot)
+            self._manager.save(self.step, self._parts(), pin=pin, snapshot=snapshot)
             self._saved_step = self.step
 
     def _should_leave_for_resize(self) -> bool:
@@ -373,7 +395,7 @@ class StepLoop:
         self._finish_last_attempt()
         outcome = "it was rolled back"
         if not self._is_complete:
-            outcome = "an optimizer may have written, so the state of another worker is used"
+            outcome = "the state of another worker, or a saved one, replaces that of this worker"
         log.info("the group ended in step %d, %s: %s", self.step + 1, outcome, error)
         return True
 
@@ -429,7 +451,7 @@ class StepLoop:
         sampler.rank = 0 if has_whole_batches else rank
         sampler.num_replicas = 1 if has_whole_batches else world_size
         if self._create_state is not None:
-            self.state, self._parts = {}, {}  # Free the memory of the old state first.
+            self.state = {}  # Free the memory of the old state first.
             self._use_state(self._create_state())
         if group is not None:
             if self._logical_workers is not None:
@@ -439,27 +461,30 @@ class StepLoop:
                 self._manager.on_group_changed(local_rank=nodes[:rank].count(nodes[rank]))
 
     def _use_state(self, state: TrainingState) -> None:
-        """Train `state` from now on, and add the position of the batches to what is saved."""
-        parts = dict(check_names(state))
-        reject_state_dicts(parts)
+        """Train `state` from now on."""
+        self.state = check_names(state)
+        reject_state_dicts(state)
+        parts = self._parts()
+        if self._create_state is None:
+            _reject_sharded(parts)
+
+    def _parts(self) -> TrainingState:
+        """Return what is saved now: the state, and the position of the batches.
+
+        The script may have replaced values and objects in the state.
+        """
+        parts = dict(self.state)
         sources = (self._batches, self._batches.sampler)
         if not any(part is source for part in parts.values() for source in sources):
             _add_part(parts, "batches", self._batches)
         logical_workers = self._logical_workers
         if logical_workers is not None and all(p is not logical_workers for p in parts.values()):
             _add_part(parts, "logical", logical_workers)
-        if self._create_state is None:
-            _reject_sharded(parts)
-            self._rollback = StateRollback(parts)
-        self.state, self._parts = state, parts
+        return parts
 
-    def _read_values(self) -> None:
-        """Copy values that the script has assigned in its state to the parts that are saved."""
-        _copy_values(self.state, self._parts)
-
-    def _write_values(self) -> None:
-        """Copy values that were restored or rolled back to the state of the script."""
-        _copy_values(self._parts, self.state)
+    def _put(self, parts: TrainingState) -> None:
+        """Put restored values into the state of the script."""
+        self.state.update((name, parts[name]) for name in self.state)
 
     def _status(self) -> MemberStatus:
         return MemberStatus(
@@ -487,37 +512,39 @@ class StepLoop:
             CheckpointError: there is none, although a member has committed a step.
         """
         self._is_complete = False
-        result = None if self._manager is None else self._manager.restore(self._parts)
+        parts = self._parts()
+        result = None if self._manager is None else self._manager.restore(parts)
         if result:
-            self._write_values()
+            self._put(parts)
             self.step = result.step
+            if result.source == "disk":
+                self._saved_step = result.step  # A finished job that runs again saves nothing.
             return
         committed = [member.step for member in members if member.step is not None]
         if committed:
+            reason = f", because {self._obstacle}" if self._obstacle else ""
             raise CheckpointError(
-                f"step {max(committed) + 1} was interrupted after an optimizer had started to"
-                " write, so it cannot be rolled back, and no worker, snapshot or checkpoint has the"
-                " state of a completed step: give steps a manager, and also save_every if no agent"
-                " keeps snapshots"
+                f"step {max(committed) + 1} was interrupted and cannot be rolled back{reason}, and"
+                " no worker, snapshot or checkpoint has the state of a completed step: give steps a"
+                " manager, and also save_every if no agent keeps snapshots"
             )
 
     def _broadcast_state(self, plan: BroadcastPlan) -> None:
         """Send the state of the source to the receivers. Every member must call this."""
-        started = monotonic()
-        self._read_values()
+        started, parts = monotonic(), self._parts()
         with peer_group() as peers:
             is_receiver = peers.rank in plan.receivers
             if plan.receivers:
                 # If packing fails here, only this worker fails, and the others continue without it.
-                pack = _pack_state(self._parts) if peers.rank == plan.source else None
+                pack = _pack_state(parts) if peers.rank == plan.source else None
                 pack = peers.broadcast_pack(plan.step, pack, plan.source, plan.receivers)
         if is_receiver:
             self._is_complete = False
-            plan_restore(self._parts, unpack(require_not_none(pack, "a pack"), copy=False))()
-            self._write_values()
+            plan_restore(parts, unpack(require_not_none(pack, "a pack"), copy=False))()
+            self._put(parts)
             self.step, self._has_state, self._is_complete = plan.step, True, True
         if self._manager is not None and self._snapshot_every:
-            self._manager.on_state_broadcast(plan.step, self._parts, plan.source)
+            self._manager.on_state_broadcast(plan.step, parts, plan.source)
         if is_receiver:
             context().report_restored(plan.step, source="peer", seconds=monotonic() - started)
 
@@ -531,23 +558,10 @@ def _add_part(parts: TrainingState, name: str, part: Any) -> None:
     parts[name] = part
 
 
-def _copy_values(source: TrainingState, target: TrainingState) -> None:
-    """Assign the values of names that both states have, except for objects with a state dict."""
-    for name, value in source.items():
-        if name in target and value is not target[name]:
-            parts = (value, target[name])
-            if all(state_accessor(part) is None for part in parts):
-                target[name] = value
-
-
 def _reject_sharded(state: TrainingState) -> None:
     def visit(_path: object, value: Any) -> Any:
         if is_sharded(value):
-            raise ConfigError(
-                "the state has sharded tensors, and the part of a lost worker cannot be taken from"
-                " the others: give steps a function that creates the model and the optimizer for"
-                " the current group, and returns the state"
-            )
+            raise ConfigError(SHARDED_STATE)
         return value
 
     map_leaves(to_plain_values(state), visit)

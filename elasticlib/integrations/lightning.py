@@ -10,7 +10,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import attrs
 import torch
 
 try:
@@ -44,8 +43,7 @@ class EpochBatchSampler(ElasticBatchSampler):
 
     def __len__(self) -> int:
         """Return the number of batches of a whole epoch, which is the same on every rank."""
-        start = attrs.evolve(self.sampler.position, consumed=0)
-        return -(-self._epoch_end(start) // self.global_batch)
+        return self.epoch_length
 
 
 class ElasticCallback(Callback):

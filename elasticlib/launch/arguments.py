@@ -127,7 +127,7 @@ def _make_config(
             **rendezvous_fields(settings, max_nodes),
             "min_nodes": min_nodes,
             "max_nodes": max_nodes,
-            "rdzv_configs": read_pairs(",".join(settings["rdzv_conf"])),
+            "rdzv_configs": read_pairs(",".join(filter(str.strip, settings["rdzv_conf"]))),
             "start_method": _start_method(settings),
             "supervision": _supervision(settings),
             "signals_to_handle": None,  # part of `supervision`

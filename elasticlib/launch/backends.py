@@ -10,6 +10,7 @@ of torch's etcd backends. Files that they name are read when the store is opened
 from __future__ import annotations
 
 import importlib
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -138,6 +139,10 @@ _SPELLINGS = {
 ETCD_KEYS = frozenset(_SPELLINGS)
 
 
+def _expand_user(path: str | None) -> str | None:
+    return None if path is None else os.path.expanduser(path)
+
+
 @attrs.frozen
 class EtcdConfig:
     """The members of an etcd cluster, and the credentials for it."""
@@ -184,7 +189,7 @@ class EtcdConfig:
         password = None
         if self.password_file is not None:
             try:
-                password = Path(self.password_file).read_text().rstrip("\r\n")
+                password = Path(os.path.expanduser(self.password_file)).read_text().rstrip("\r\n")
             except (OSError, UnicodeDecodeError) as error:
                 raise SettingError(
                     "{rdzv_conf} password_file cannot be read: {0}", error
@@ -195,9 +200,9 @@ class EtcdConfig:
             timeout=timeout,
             user=self.user,
             password=password,
-            ca_cert=self.cacert,
-            cert=self.cert,
-            key=self.key,
+            ca_cert=_expand_user(self.cacert),
+            cert=_expand_user(self.cert),
+            key=_expand_user(self.key),
         )
 
     def find_address(self) -> str:

@@ -303,11 +303,12 @@ def check_torch() -> CheckResult:
 
 def check_directory(check: str, path: str) -> CheckResult:
     """Check that files can be written and locked in a directory, or where it would be created."""
-    existing = os.path.abspath(path)
+    path = os.path.abspath(os.path.expanduser(path))
+    existing = path
     while not os.path.exists(existing):
         existing = os.path.dirname(existing)
     suffix = ""
-    if existing != os.path.abspath(path):
+    if existing != path:
         suffix = f" (checked in {existing}, where it would be created)"
     try:
         # Permissions are not sufficient: the file system can be full, or have no locks.

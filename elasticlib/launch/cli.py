@@ -92,7 +92,7 @@ def add_store(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve_store(args: argparse.Namespace) -> int:
-    from ..agent.options import SignalObserver
+    from ..signal_inbox import SignalInbox
     from ..stores.tcp_server import TcpStoreServer
     from .endpoints import read_secret
     from .launcher_process import raise_open_file_limit
@@ -104,7 +104,9 @@ def _serve_store(args: argparse.Namespace) -> int:
         return print_error("store: error", error, 2)
     raise_open_file_limit(None)
     signals: queue.SimpleQueue[int] = queue.SimpleQueue()
-    with SignalObserver((signal.SIGTERM, signal.SIGINT), signals.put):
+    inbox = SignalInbox()
+    inbox.forward_to(signals.put)
+    with inbox.captured((signal.SIGTERM, signal.SIGINT)):
         try:
             server = TcpStoreServer(host, port, job=args.job, secret=secret).start()
         except OSError as error:

@@ -9,22 +9,23 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import queue
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import attrs
 
 from ..agent.elastic_agent import ElasticAgent
 from ..agent.interface import RunResult, SnapshotService
-from ..agent.options import AgentOptions, SignalObserver
+from ..agent.options import AgentOptions
 from ..agent.stop_procedure import StopTimeouts
 from ..checkpoint.snapshot_service import NodeSnapshotService
 from ..compat.torch_launch import TorchrunOptions, read_torchrun_variables, to_launch_config
 from ..compat.torch_launch import values_of as values_of
 from ..endpoint import STORE_PORT, join_endpoint, split_endpoint
 from ..errors import ConfigError
+from ..signal_inbox import PROCESS_SIGNALS, SignalInbox
 from ..workers.interface import Workers
 from ..workers.local_workers import LocalWorkers
 from ..workers.run_program import check_not_importing, pickled
@@ -40,7 +41,6 @@ from .endpoints import read_secret
 from .exit_summary import format_summary, write_failure_json
 from .flags import FLAGS, SettingError
 from .launch_config import TCP_BACKENDS, LaunchConfig, check_seconds
-from .launcher_process import DEFERRED_SIGNALS, SignalBuffer
 from .node_check import make_node_check
 from .observability import ObservabilityServer, open_journal, persistent_log_dir, publish_status
 from .preemption import watch_for_preemption
@@ -133,10 +133,7 @@ def run_node(
     config = with_run_id(with_torch_environment(config, os.environ), entrypoint)
     options = config.supervision.agent
     with contextlib.ExitStack() as stack:
-        # Signals are buffered until the end, because a draining node often gets a second one.
-        signals = DEFERRED_SIGNALS
-        if not signals.is_active:
-            signals = stack.enter_context(SignalBuffer(options.drain_signals))
+        signals = _open_signal_inbox(options, stack)
         check_local_resources(config, entrypoint, os.environ)
         secret = read_secret(os.environ, config.options.secret_file, "--rdzv-conf secret_file")
         workers = workers or create_local_workers(config, os.environ)
@@ -160,8 +157,12 @@ def run_node(
             snapshot_service=snapshot_service,
             journal=journal,
         )
-        server.start(agent, journal)
+        if rendezvous.own_server is not None:
+            rendezvous.own_server.report_failure_to(agent.fail)
+        # Until the end of this call, because a node that leaves often gets a second signal.
+        signals.capture(options.handled_signals)
         signals.forward_to(agent.handle_signal)
+        server.start(agent, journal)
         on_start(agent)
         stack.enter_context(
             watch_for_preemption(
@@ -173,9 +174,22 @@ def run_node(
         result = agent.run()
         publish_last_status()
         write_failure_json(workers, result)
-        _serve_store_for_others(rendezvous, config, result)
+        lost = _serve_store_for_others(rendezvous, config, result, agent.signals)
+        if lost:
+            result = attrs.evolve(result, reason=f"{result.reason}; {lost}")
     on_summary(format_summary(journal, persistent_log_dir(workers)))
     return result
+
+
+def _open_signal_inbox(options: AgentOptions, stack: contextlib.ExitStack) -> SignalInbox:
+    """Return the inbox that has captured the signals of this command, or one of its own."""
+    if PROCESS_SIGNALS.is_active:
+        return PROCESS_SIGNALS
+    # Another program handles its stop signals itself until the agent exists.
+    signals = SignalInbox()
+    stack.callback(signals.release, options.handled_signals)
+    signals.capture(options.drain_signals)
+    return signals
 
 
 def _log_start(config: LaunchConfig, found_by: str) -> None:
@@ -217,26 +231,27 @@ def with_torch_environment(config: LaunchConfig, environment: Mapping[str, str])
 
 
 def _serve_store_for_others(
-    rendezvous: RendezvousSetup, config: LaunchConfig, result: RunResult
-) -> None:
-    """Serve the store for as long as the other nodes need it from this node."""
-    options = config.supervision.agent
+    rendezvous: RendezvousSetup, config: LaunchConfig, result: RunResult, signals: SignalInbox
+) -> str:
+    """Serve the store for as long as the other nodes need it from this node.
+
+    Returns:
+        Why the store was given up while other nodes still needed it, or an empty string.
+    """
+    work = "serving the store to the other nodes"
+    give_up_reason = partial(signals.reason_to_give_up, work, log.warning)
+    if result.state not in (WorkerState.DRAINED, WorkerState.STOPPED):
+        return rendezvous.serve_until_nodes_left(give_up_reason)
+    # With several endpoints, even a single other node finds the next store.
+    min_nodes = 1 if len(config.endpoints) > 1 else config.min_nodes
     timeouts = StopTimeouts(shutdown_timeout=shutdown_timeout_of(config))
-    with _observe_stop_signals(options) as is_interrupted:
-        if result.state in (WorkerState.DRAINED, WorkerState.STOPPED):
-            # With several endpoints, even a single other node finds the next store.
-            min_nodes = 1 if len(config.endpoints) > 1 else config.min_nodes
-            stop_timeout = (
-                options.checkpoint_grace + timeouts.shutdown_timeout + timeouts.kill_timeout
-            )
-            rendezvous.serve_until_handover(
-                is_interrupted,
-                config.rendezvous_timeouts,
-                min_remaining_nodes=min_nodes,
-                stop_timeout=stop_timeout,
-            )
-        else:
-            rendezvous.serve_until_nodes_left(is_interrupted)
+    grace_s = config.supervision.agent.checkpoint_grace
+    return rendezvous.serve_until_handover(
+        give_up_reason,
+        config.rendezvous_timeouts,
+        min_remaining_nodes=min_nodes,
+        stop_timeout=grace_s + timeouts.shutdown_timeout + timeouts.kill_timeout,
+    )
 
 
 def _make_snapshot_service(
@@ -297,11 +312,3 @@ def shutdown_timeout_of(config: LaunchConfig) -> float:
     seconds = flag.default if text is None else flag.parse(text, name)
     check_seconds("shutdown_timeout", seconds)
     return float(seconds)
-
-
-@contextlib.contextmanager
-def _observe_stop_signals(options: AgentOptions) -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns True once this process has received a stop signal."""
-    signals: queue.SimpleQueue[int] = queue.SimpleQueue()
-    with SignalObserver(options.stop_signals, signals.put):
-        yield lambda: not signals.empty()

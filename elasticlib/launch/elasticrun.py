@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..clock import wall
 from ..errors import ConfigError
 from ..sanitize import escape_control_chars
+from ..signal_inbox import PROCESS_SIGNALS
 from .command_line import parse_command_line
 from .console import log_level, start_logging, write_with_timeout
 from .flags import flag_message
-from .launcher_process import DEFERRED_SIGNALS, run_as_init
+from .launcher_process import run_as_init
 
 if TYPE_CHECKING:
     from ..agent.interface import RunResult
@@ -94,8 +95,10 @@ def _run(argv: Sequence[str]) -> _CommandResult:
 
     request = resolve_launch(args, os.environ)
     config = request.config
-    if DEFERRED_SIGNALS.is_active:
-        DEFERRED_SIGNALS.restrict_to(config.supervision.agent.drain_signals)
+    if PROCESS_SIGNALS.is_active:
+        # Until the agent exists, nothing can be lost, and drain signals are kept for it.
+        PROCESS_SIGNALS.restrict_to(config.supervision.agent.handled_signals)
+        PROCESS_SIGNALS.end_process_on(config.supervision.agent.stop_signals)
     if request.settings["dry_run"]:
         # Imported here, because it takes as long as reading the command line.
         from .dry_run import print_plan

@@ -331,7 +331,7 @@ def read_secret(environment: Mapping[str, str], path: str | None, flag: str) -> 
 
 def _read_secret_file(path: str, flag: str) -> bytes | None:
     try:
-        with open(path, "rb") as file:
+        with open(os.path.expanduser(path), "rb") as file:
             content = file.read(MAX_SECRET_BYTES + 2)
     except OSError as error:
         raise ConfigError(f"{flag} {path!r} cannot be read: {error.strerror}") from error

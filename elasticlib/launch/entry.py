@@ -1,27 +1,32 @@
 """Entry point of the command `elasticrun`.
 
-It defers signals that may mean a drain before everything else is imported, which takes a while.
+It captures all signals before everything else is imported, which takes a while.
 """
 
 from __future__ import annotations
 
-import sys
+import signal
+from typing import NoReturn
 
-from .launcher_process import DEFERRED_SIGNALS, SCHEDULER_SIGNALS
+from ..signal_inbox import PROCESS_SIGNALS
+from .launcher_process import EARLY_SIGNALS
 
 
-def main() -> int:
-    """Run elasticrun with the arguments of this process, and return its exit code.
+def main() -> NoReturn:
+    """Run elasticrun with the arguments of this process, and exit with its exit code.
 
-    If torch was imported, the process exits here: at the end of an interpreter, torch aborts a
-    process of which a thread is still inside torch.
+    The inbox handles signals until the process has exited, so that none changes the exit code: an
+    interpreter that ends would restore their default handlers. And torch aborts such a process if
+    one of its threads is still inside torch.
     """
-    DEFERRED_SIGNALS.capture(SCHEDULER_SIGNALS)
+    PROCESS_SIGNALS.capture(EARLY_SIGNALS)
+    # The meaning of the other signals is known after the command line has been read.
+    PROCESS_SIGNALS.end_process_on([signal.SIGINT])
+    # The program that started this command may have blocked them, which is inherited.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, EARLY_SIGNALS)
     from .elasticrun import command
 
     code = command()
-    if "torch" in sys.modules:
-        from ..workers.run_program import exit_process
+    from ..workers.run_program import exit_process
 
-        exit_process(code)
-    return code
+    exit_process(code)

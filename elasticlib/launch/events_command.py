@@ -7,7 +7,6 @@ import sys
 import threading
 
 from ..errors import ElasticError
-from ..observe.event import encode
 from ..observe.event_text import format_event
 from ..observe.job_status import EXIT_UNKNOWN
 from ..observe.journal import EventStream
@@ -70,7 +69,7 @@ def _events(args: argparse.Namespace) -> int:
 
 def _print_new(stream: EventStream, *, as_json: bool) -> None:
     for event in stream.read():
-        sys.stdout.write(encode(event).decode() if as_json else f"{format_event(event)}\n")
+        sys.stdout.write(f"{event.to_json() if as_json else format_event(event)}\n")
     sys.stdout.flush()
 
 

@@ -142,9 +142,9 @@ def _command_lines(aggregate: NodeAggregate) -> Iterator[str]:
 
 def format_result(result: RunResult) -> str:
     """Return the last lines of a run: the root cause, then the state and its reason."""
-    cause = "" if result.root_cause is None else _describe(result.root_cause)
-    state = result.state.value.upper()
-    return f"{cause}{NAME}: {state}: {' '.join(result.reason.split())}\n"
+    reason = " ".join(result.reason.split())
+    cause = "" if result.root_cause is None else _describe(result.root_cause, reason)
+    return f"{cause}{NAME}: {result.state.value.upper()}: {reason}\n"
 
 
 def write_failure_json(workers: Workers, result: RunResult) -> None:
@@ -196,13 +196,17 @@ def _with_error_code(record: dict[str, object], code: int) -> dict[str, object]:
     return {**record, "message": {**message, "errorCode": code}}
 
 
-def _describe(cause: RootCause) -> str:
+def _describe(cause: RootCause, reason: str) -> str:
+    """Return the lines about the root cause that stand before the reason of the result."""
     head = f"{NAME}: root cause in generation {cause.generation}, on {cause.host}"
     if cause.subsequent_ranks:
         ranks = ", ".join(str(rank) for rank in cause.subsequent_ranks)
         noun = "failures of ranks" if len(cause.subsequent_ranks) > 1 else "failure of rank"
         head += f" (followed by {noun} {ranks})"
-    lines = [f"{head}:", f"  {cause.summary}"]
+    lines = [f"{head}:"]
+    # The reason usually contains the summary, and is the line below.
+    if " ".join(cause.summary.split()) not in reason:
+        lines.append(f"  {cause.summary}")
     if cause.log_dir:
         lines.append(f"  logs: {cause.log_dir} on {cause.host}")
     evidence = cause.traceback or cause.stderr_tail

@@ -248,7 +248,7 @@ GROUPS: Mapping[str, Sequence[Flag]] = {
         ),
         Flag(
             "--shutdown-timeout SECONDS",
-            "kill workers that have not exited this long after SIGTERM",
+            "kill workers that have not exited this long after SIGTERM or their own failure",
             30.0,
             float,
             variable="TORCH_ELASTIC_SHUTDOWN_TIMEOUT",

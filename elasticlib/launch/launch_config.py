@@ -7,6 +7,7 @@ except for two that torch has twice: its `LaunchConfig` restarts three times and
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from numbers import Integral, Real
 from os import PathLike
@@ -214,7 +215,9 @@ class LaunchConfig:
     spares: int | None = attrs.field(default=None, kw_only=True)
     # Seconds for which workers keep running while the store is unreachable.
     store_grace: float = attrs.field(default=DEFAULTS["store_grace"], kw_only=True)
-    log_dir: str | None = attrs.field(default=None, kw_only=True)
+    log_dir: str | None = attrs.field(
+        default=None, kw_only=True, converter=attrs.converters.optional(os.path.expanduser)
+    )
     redirects: StreamChoice = attrs.field(factory=StreamChoice, kw_only=True)
     tee: StreamChoice = attrs.field(factory=StreamChoice, kw_only=True)
     # Signals, time to save, hang detection, snapshots and the exit code of a drain.

@@ -1,6 +1,6 @@
 """Duties of the launcher's process: early signals, orphans in a container, the open file limit.
 
-Only the standard library is imported, so that a signal that arrives during later imports is kept.
+Only the standard library is imported, so that signals are captured before any longer import.
 """
 
 from __future__ import annotations
@@ -9,77 +9,14 @@ import contextlib
 import os
 import signal
 import sys
-import threading
-from collections.abc import Callable, Iterable
-from types import FrameType
-from typing import Any
 
-# Signals by which schedulers may ask a node to save and leave. Which of them do so is known after
-# the command line has been parsed. By default each of them would end the process.
-SCHEDULER_SIGNALS = (
+# Signals by which users and schedulers may ask a node to stop, or to save and leave. What each of
+# them means is known after the command line has been read.
+EARLY_SIGNALS = (
+    *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT),
     *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU),
     *range(signal.SIGRTMIN, signal.SIGRTMAX + 1),
 )
-
-
-class SignalBuffer:
-    """Buffers signals, and forwards them once `forward_to` has named a receiver.
-
-    Signals that were ignored on entry stay ignored. Python delivers signals only to the main
-    thread; in another thread nothing is buffered.
-    """
-
-    def __init__(self, numbers: Iterable[int] = ()) -> None:
-        self._numbers = tuple(numbers)
-        self._previous_handlers: dict[int, Any] = {}
-        self._pending: list[int] = []
-        self._receiver: Callable[[int], object] = self._pending.append
-        self.is_active = False
-
-    def capture(self, numbers: Iterable[int]) -> None:
-        """Buffer these signals from now on, in addition to those of earlier calls."""
-        self.is_active = True
-        if threading.current_thread() is not threading.main_thread():
-            return
-        for number in numbers:
-            is_ignored = signal.getsignal(number) is signal.SIG_IGN
-            if number not in self._previous_handlers and not is_ignored:
-                self._previous_handlers[number] = signal.signal(number, self._handle)
-
-    def restrict_to(self, numbers: Iterable[int]) -> None:
-        """Buffer only these signals, and give all others their previous handlers.
-
-        Signals of the others that are buffered already are sent to this process again.
-        """
-        wanted = frozenset(numbers)
-        for number in self._previous_handlers.keys() - wanted:
-            signal.signal(number, self._previous_handlers.pop(number))
-        self.capture(wanted)
-        for number in [number for number in self._pending if number not in wanted]:
-            self._pending.remove(number)
-            os.kill(os.getpid(), number)
-
-    def forward_to(self, receiver: Callable[[int], object]) -> None:
-        """Call `receiver` with each buffered signal now, and with each later one as it arrives."""
-        self._receiver = receiver
-        for number in self._pending:
-            receiver(number)
-
-    def __enter__(self) -> SignalBuffer:
-        self.capture(self._numbers)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        handlers, self._previous_handlers, self.is_active = self._previous_handlers, {}, False
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        del frame
-        self._receiver(number)
-
-
-DEFERRED_SIGNALS = SignalBuffer()  # the buffer of the command `elasticrun`
 
 
 def run_as_init() -> int | None:
@@ -98,7 +35,8 @@ def run_as_init() -> int | None:
     not_forwarded = {signal.SIGCHLD, signal.SIGKILL, signal.SIGSTOP, signal.SIGTTIN, signal.SIGTTOU}
     ignored = {n for n in signal.valid_signals() if signal.getsignal(n) is signal.SIG_IGN}
     forwarded = {int(number) for number in signal.valid_signals() - not_forwarded - ignored}
-    # No signal may arrive before it can be forwarded to the child.
+    # No signal may arrive before it can be forwarded to the child. Python runs the handlers of
+    # those that have arrived now, so that the child's copy of the inbox has them.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, forwarded)
     child = os.fork()
     if child == 0:

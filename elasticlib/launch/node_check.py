@@ -23,6 +23,7 @@ from ..errors import require_not_none
 from ..python_command import python_command
 from ..sanitize import escape_control_chars, escape_to_one_line, shorten
 from ..signals import signal_name
+from ..workers.spec import AGENT_ONLY_VARIABLES
 from .launch_config import TCP_BACKENDS, LaunchConfig
 
 log = logging.getLogger("elasticlib.launch")
@@ -98,7 +99,7 @@ def builtin_command(config: LaunchConfig) -> str:
     elif config.rdzv_backend in TCP_BACKENDS and not config.is_single_node:
         endpoints = config.endpoints
     elif config.rdzv_backend == "file":
-        args += ["--directory", config.rdzv_endpoint]
+        args += ["--directory", os.path.expanduser(config.rdzv_endpoint)]
     args += [text for endpoint in endpoints for text in ("--endpoint", endpoint)]
     if config.log_dir is not None:
         args += ["--directory", config.log_dir]
@@ -128,6 +129,7 @@ def _run_shell_command(
     deadline, problem = monotonic() + timeout_s, ""
     process = subprocess.Popen(
         ["/bin/sh", "-c", _SCRIPT, "sh", command],
+        env={n: text for n, text in os.environ.items() if n not in AGENT_ONLY_VARIABLES},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -223,23 +223,27 @@ def _name_of(function: Callable[..., object]) -> str:
 
 
 class MissingRestoreWarning(EventListener):
-    """Warns if workers repeat steps up to a saved one because they restored no state.
+    """Warns if workers repeat steps that an earlier generation saved, and restored no state.
 
-    Workers that are retained from an earlier generation have a state, and need not restore one.
+    Workers that are retained from an earlier generation have a state, and need not restore one. A
+    worker may save before the slowest one completes its first step, so saves of the same generation
+    do not count.
     """
 
     is_nonblocking = True
 
     def __init__(self) -> None:
         self._saved_step = -1  # the newest step that was saved
+        self._saved_before = -1  # the newest step that was saved before this generation
         self._restored = -1  # the last generation whose workers have a state
         self._attempt = 0  # in which the new workers of the generation are started
 
     def on_event(self, event: Event) -> None:
         step = int(event.number("step") or 0)
-        is_from_start = step <= self._saved_step and self._restored != event.generation
+        is_from_start = step <= self._saved_before and self._restored != event.generation
         if event.kind == "generation.started":
             self._attempt = int(event.number("attempt") or 0)
+            self._saved_before = self._saved_step
         is_retained = event.kind == "worker.started" and event.number("attempt") != self._attempt
         if event.kind == "state.restored" or is_retained:
             self._restored = event.generation
@@ -249,7 +253,7 @@ class MissingRestoreWarning(EventListener):
             log.warning(
                 "training restarted at step %d although step %d was saved; does the script call "
                 "CheckpointManager.restore()?",
-                *(step, self._saved_step),
+                *(step, self._saved_before),
             )
 
 

@@ -77,8 +77,8 @@ class PreemptionWatcher:
         interval, has_failed = self._source.poll_interval, False
         while not self._is_closed.is_set():
             try:
-                notice = self._source.poll()
-            except Exception as error:
+                has_deadline = self._poll()
+            except BaseException as error:  # a user's function may call `sys.exit`
                 if not has_failed:
                     log.warning(
                         "cannot ask for preemption notices (%s): %s; trying again more slowly",
@@ -89,13 +89,20 @@ class PreemptionWatcher:
                 if has_failed:
                     log.info("%s answers again for preemption notices", self._source.name)
                 interval, has_failed = self._source.poll_interval, False
-                has_deadline = notice is not None and notice.deadline_s is not None
-                if notice is not None and (has_deadline or not self._has_notice):
-                    self._has_notice = True
-                    self._on_notice(notice)
                 if has_deadline:
                     return
             self._is_closed.wait(interval)
+
+    def _poll(self) -> bool:
+        """Ask the source, and pass a new notice on. Return True if it has a deadline."""
+        notice = self._source.poll()
+        if notice is None:
+            return False
+        has_deadline = notice.deadline_s is not None
+        if has_deadline or not self._has_notice:
+            self._on_notice(notice)
+            self._has_notice = True
+        return has_deadline
 
 
 def describe(source: NoticeSource, notice: PreemptionNotice) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,21 @@ from .flags import SettingError
 FUNCTION_POLL_INTERVAL_S = 1.0  # between two calls of a user's function
 FILE_POLL_INTERVAL_S = 0.2
 MAX_FILE_BYTES = 4096  # of a notice in a file
+NO_REASON = "no reason given"
+
+
+def _to_reason(value: object) -> str:
+    """Return a reason for any value: the notice of a user's function must not be lost for it."""
+    try:
+        return str(value) if value else NO_REASON
+    except Exception:
+        return NO_REASON
+
+
+def _to_seconds_left(value: Any) -> Any:
+    """Return 0 for a number below 0, because a deadline that has passed means now."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return 0.0 if is_number and value < 0 else value
 
 
 @attrs.frozen
@@ -29,12 +45,13 @@ class PreemptionNotice:
     """The announcement that this node's machine will be taken away.
 
     Raises:
-        ConfigError: the deadline is not a number of seconds from 0.
+        ConfigError: the deadline is not a finite number of seconds.
     """
 
-    reason: str  # for people, such as "spot interruption (terminate)"
-    # Seconds from now until the machine may be gone. None: unknown.
-    deadline_s: float | None = None
+    # For people, such as "spot interruption (terminate)". Another value than a text is converted.
+    reason: str = attrs.field(converter=_to_reason)
+    # Seconds from now until the machine may be gone, 0 if that time has passed. None: unknown.
+    deadline_s: float | None = attrs.field(default=None, converter=_to_seconds_left)
 
     def __attrs_post_init__(self) -> None:
         seconds = self.deadline_s
@@ -43,7 +60,7 @@ class PreemptionNotice:
         is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
         if not is_number or not 0 <= seconds <= sys.float_info.max:
             raise ConfigError(
-                f"deadline_s of a preemption notice must be seconds from 0, got {seconds!r}"
+                f"deadline_s of a preemption notice must be a number of seconds, got {seconds!r}"
             )
 
 
@@ -78,7 +95,7 @@ class FileSource(NoticeSource):
     poll_interval = FILE_POLL_INTERVAL_S
 
     def __init__(self, path: str) -> None:
-        self._path = Path(path)
+        self._path = Path(os.path.expanduser(path))
 
     def poll(self) -> PreemptionNotice | None:
         try:
@@ -103,11 +120,11 @@ def read_notice(text: str) -> PreemptionNotice | None:
         fields = None
     if not isinstance(fields, dict):
         return PreemptionNotice(" ".join(text.split()))
-    reason = str(fields.get("reason") or "no reason given")
+    reason = fields.get("reason")
     try:
         return PreemptionNotice(reason, fields.get("deadline_s"))
     except ConfigError as error:
-        return PreemptionNotice(f"{reason} ({error})")
+        return PreemptionNotice(f"{_to_reason(reason)} ({error})")
 
 
 class FunctionSource(NoticeSource):

@@ -48,7 +48,11 @@ def _integer(default: Any, minimum: int = 0) -> Any:
     return _key(default, f"an integer of at least {minimum}", parse)
 
 
-_BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+# torch accepts the same texts, in any case.
+_BOOLEANS = {
+    **dict.fromkeys(("1", "true", "t", "yes", "y"), True),
+    **dict.fromkeys(("0", "false", "f", "no", "n"), False),
+}
 _TIMEOUTS, _SETTINGS = attrs.fields(RendezvousTimeouts), attrs.fields(RendezvousSettings)
 
 
@@ -84,10 +88,13 @@ def read_pairs(text: str) -> dict[str, str]:
     """Return the pairs of a text `k=v,k=v`. White space around keys and values is ignored.
 
     Raises:
-        ConfigError: a part is not a pair, has an empty value, or repeats a key.
+        ConfigError: a part is not a pair, has an empty value, or repeats a key. An empty part, as
+            after a comma at the end, is no pair; a text without any part has no pairs.
     """
     pairs: dict[str, str] = {}
-    for part in filter(None, (piece.strip() for piece in text.split(","))):
+    if not text.strip():
+        return pairs
+    for part in (piece.strip() for piece in text.split(",")):
         key, _, value = (text.strip() for text in part.partition("="))
         if not key or not value:
             raise SettingError("{rdzv_conf} must be k=v,k=v, got {0!r} in {1!r}", part, text)

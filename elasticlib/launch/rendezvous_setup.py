@@ -50,19 +50,24 @@ class RendezvousSetup:
         """`host:port` of the store server that this node runs, or an empty string."""
         return "" if self.server is None else self.server.address
 
-    def serve_until_nodes_left(self, is_interrupted: Callable[[], bool]) -> None:
+    def serve_until_nodes_left(self, give_up_reason: Callable[[], str]) -> str:
         """Serve the store until no other node of the job is alive, if this node serves it.
 
         A node that is suspended is waited for until its lease ends.
 
         Args:
-            is_interrupted: returns True to stop serving at once.
+            give_up_reason: returns why this node must stop serving at once, or an empty string.
+
+        Returns:
+            The reason for which other nodes have lost the store, or an empty string.
         """
         if self.server is None or self.store is None:
-            return
+            return ""
         prefix, is_logged = StoreKeys(self.run_id).node(), False
         try:
-            while not is_interrupted() and (nodes := self.store.list(prefix)).entries:
+            while (nodes := self.store.list(prefix)).entries:
+                if reason := give_up_reason():
+                    return reason
                 if not is_logged:
                     is_logged = True
                     log.info(
@@ -73,15 +78,16 @@ class RendezvousSetup:
         except StoreError as error:
             # The result of this node's run is known by now, and does not depend on the server.
             log.warning("this node no longer serves the store to the other nodes: %s", error)
+        return ""
 
     def serve_until_handover(
         self,
-        is_interrupted: Callable[[], bool],
+        give_up_reason: Callable[[], str],
         timeouts: RendezvousTimeouts,
         *,
         min_remaining_nodes: int,
         stop_timeout: float,
-    ) -> None:
+    ) -> str:
         """After this node has left, serve the store until the others have formed a generation.
 
         The others read in this store that the node has left, and need that to continue. This node
@@ -89,20 +95,32 @@ class RendezvousSetup:
         at once if this node does not serve the store.
 
         Args:
-            is_interrupted: returns True to stop serving at once.
+            give_up_reason: returns why this node must stop serving at once, or an empty string.
             timeouts: the timeouts of the rendezvous.
             min_remaining_nodes: fewer nodes than this cannot continue without a new node.
             stop_timeout: seconds that the others may take to stop their workers first.
+
+        Returns:
+            The reason for which other nodes have lost the store, or an empty string.
         """
         if self.server is None or self.store is None:
-            return
-        keys = StoreKeys(self.run_id)
+            return ""
+        keys, is_logged = StoreKeys(self.run_id), False
         deadline = monotonic() + stop_timeout + timeouts.close_timeout
         try:
-            while not is_interrupted() and monotonic() < deadline:
+            while monotonic() < deadline:
                 job = JobListing(keys, self.store.list(keys.job_prefix))
-                if len(job.live_nodes()) < min_remaining_nodes:
-                    return
+                num_nodes = len(job.live_nodes())
+                if num_nodes < min_remaining_nodes:
+                    return ""
+                if reason := give_up_reason():
+                    return reason
+                if not is_logged:
+                    is_logged = True
+                    log.info(
+                        "this node has left and serves the store until %s can continue without it",
+                        plural(num_nodes, "node"),
+                    )
                 if job_continues_without(self.node_id, job):
                     # A node that has not read the new generation yet does so within a refresh.
                     deadline = min(deadline, monotonic() + timeouts.keep_alive_interval)
@@ -111,6 +129,7 @@ class RendezvousSetup:
                 self.store.wait(keys.job_prefix, after=job.version, timeout=0.2)
         except ElasticError as error:
             log.warning("this node no longer serves the store to the other nodes: %s", error)
+        return ""
 
     def close(self) -> None:
         """Close the store and its server. A failure is logged."""

@@ -23,6 +23,7 @@ from ..errors import (
     StoreTimeoutError,
 )
 from ..observe.event import Event
+from ..observe.formatting import NOT_JOINED_TEXT
 from ..observe.job_status import JobStatus, jobs_in, result_of
 from ..observe.journal import EventFile
 from ..observe.runs import AliveAgents, find_runs, last_event
@@ -223,7 +224,7 @@ def _open_store(target: RunTarget, args: argparse.Namespace) -> Store:
     if not target.endpoint:
         raise StoreConnectionError("no agent on this machine serves the store of this run any more")
     if target.backend == "file":
-        if not Path(target.endpoint).is_dir():  # a store would create it
+        if not os.path.isdir(os.path.expanduser(target.endpoint)):  # a store would create it
             raise StoreConnectionError(f"directory {target.endpoint} does not exist")
         return FileStore(target.endpoint, timeout=args.timeout)
     if target.backend in ETCD_BACKENDS:
@@ -277,7 +278,7 @@ def _find_only_job(store: Store, target: RunTarget) -> str:
     if len(candidates) == 1:
         return candidates[0]
     if not candidates:
-        raise RunNotFoundError(f"the store at {target.endpoint} holds no job")
+        raise RunNotFoundError(f"the store at {target.endpoint} holds no job: {NOT_JOINED_TEXT}")
     names = ", ".join(candidates)
     raise RunNotFoundError(
         f"the store at {target.endpoint} holds several jobs: {names}; choose one with --rdzv-id"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ..errors import ConfigError, ElasticError, RunNotFoundError
+from ..observe.formatting import NOT_JOINED_TEXT
 from ..observe.job_status import EXIT_UNKNOWN
 from ..observe.stack_query import JobStacks, StackClient, stack_lines
 from ..workers.output_plan import parse_ranks
@@ -68,5 +69,5 @@ def _query(target: RunTarget, args: argparse.Namespace) -> JobStacks:
     ):
         stacks = client.query(args.timeout, args.ranks)
     if not stacks.alive_nodes:
-        raise RunNotFoundError(f"no node of run {run_id!r} is alive")
+        raise RunNotFoundError(f"no node of run {run_id!r} is alive: {NOT_JOINED_TEXT}")
     return stacks

@@ -35,6 +35,8 @@ MISMATCH_ADVICE = {
     " seed before creating the model",
 }
 
+DIGEST_COLUMNS = 1021  # a prime number, so that exchanged rows of a matrix change the sums as well
+
 SeedPurpose = Literal["model", "data", "update"]  # forward pass; augmentation; after reduce
 
 
@@ -140,6 +142,8 @@ class LogicalWorkers:
         self._gradient: ModelGradient | None  # of the trained parameters; None before a first step
         self._step: int | None  # the step that was started and not reduced
         self._num_computed: int  # logical workers of this rank that are computed in this step
+        # Each parameter at the start of the step, and the digest of its elements.
+        self._parameters: dict[str, tuple[Tensor, Tensor]]
         self.on_group_changed()
 
     def on_group_changed(self) -> None:
@@ -151,6 +155,7 @@ class LogicalWorkers:
         self._gradient = None
         self._step = None
         self._num_computed = 0
+        self._parameters = {}
 
     @property
     def workers(self) -> range:
@@ -205,7 +210,8 @@ class LogicalWorkers:
         optimizer draws them, depend only on seed and step.
 
         Raises:
-            NotReproducibleError: the loop over `step` is not complete.
+            NotReproducibleError: the loop over `step` is not complete, or the forward or backward
+                pass changed a parameter.
         """
         gradient, step, workers = self._gradient, self._step, self.workers
         if gradient is None or step is None or self._num_computed != len(workers):
@@ -214,6 +220,7 @@ class LogicalWorkers:
                 f"only {computed} of the logical workers {list(workers)} were computed: call reduce"
                 " once in each step, after the complete loop over LogicalWorkers.step"
             )
+        check_parameters_unchanged(self.model, self._parameters)
         gradient.reduce_to_grads()
         update_seed = derive_seed(self.seed, step, self.count, "update")
         seed_generators(update_seed, gradient.parameters.values())
@@ -253,6 +260,10 @@ class LogicalWorkers:
                 f"here and in the state, {difference}: the weights would be different"
             )
 
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Check `state` as `load_state_dict` does, before a restore changes anything."""
+        self.load_state_dict(state)
+
     def _trained_parameters(self) -> dict[str, Tensor]:
         named = self.model.named_parameters()
         return {name: parameter for name, parameter in named if parameter.requires_grad}
@@ -282,6 +293,10 @@ class LogicalWorkers:
         # which the optimizer would apply again, and which a restarted job would not have.
         for parameter in self.model.parameters():
             parameter.grad = None
+        self._parameters = {
+            name: (parameter, digest_elements(parameter))
+            for name, parameter in self.model.named_parameters()
+        }
         self._step, self._num_computed = step, 0
         return self._gradient
 
@@ -380,6 +395,58 @@ def digest_weights(model: nn.Module) -> str:
         size = local.numel() * local.element_size()
         digest.update((ctypes.c_char * size).from_address(local.data_ptr()) if size else b"")
     return digest.hexdigest()
+
+
+# -- Parameters, which only the optimizer may change, after `reduce` -------------------------------
+
+
+@torch.no_grad()
+def digest_elements(tensor: Tensor) -> Tensor:
+    """Return the sums of the bits of a tensor in DIGEST_COLUMNS columns of 8 bytes.
+
+    Of a tensor that has no more bytes than one row, a copy is returned. The digest reads the tensor
+    once, and does not depend on `Tensor._version`, which not every write raises.
+    """
+    if tensor.storage_offset() or not tensor.is_contiguous():
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    flat = tensor.detach().view(-1).view(torch.uint8)
+    num_words = flat.numel() // 8
+    words, rest = flat[: num_words * 8].view(torch.int64), flat[num_words * 8 :]
+    num_rows = num_words // DIGEST_COLUMNS
+    if not num_rows:
+        return flat.clone()
+    rows, last = words.tensor_split([num_rows * DIGEST_COLUMNS])
+    sums = rows.view(num_rows, DIGEST_COLUMNS).sum(0)
+    return torch.cat([sums, last, rest.to(torch.int64)])
+
+
+def check_parameters_unchanged(
+    model: nn.Module, before: Mapping[str, tuple[Tensor, Tensor]]
+) -> None:
+    """Raise NotReproducibleError if a parameter differs from that at the start of the step.
+
+    The other ranks compute other logical workers, and do not see the change.
+    """
+    after = dict(model.named_parameters())
+    for name in {**before, **after}:
+        parameter, digest = before.get(name, (None, None))
+        current = after.get(name)
+        found = None if current is None else digest_elements(current)
+        is_unchanged = (
+            current is parameter
+            and found is not None
+            and digest is not None
+            and (found.device, found.shape) == (digest.device, digest.shape)
+            and torch.equal(found, digest)
+        )
+        if not is_unchanged:
+            kind = type(model.get_submodule(name.rpartition(".")[0])).__name__
+            raise NotReproducibleError(
+                f"the forward or backward pass changed the parameter {name} of a {kind}, so the"
+                " weights would depend on which logical workers this rank computes. Use no"
+                " embedding with max_norm and no optimizer in backward hooks, and write to"
+                " parameters only after reduce"
+            )
 
 
 # -- Buffers, which a logical worker must not change -----------------------------------------------

@@ -26,7 +26,7 @@ from ..sanitize import escape_to_one_line
 from ..stores.interface import Entry, Store
 from ..threads import BackgroundQueue
 from .event import read_versioned_object
-from .formatting import format_list, plural
+from .formatting import NOT_JOINED_TEXT, format_list, plural
 from .node_status import observer_prefix, read_field
 from .responder import StoreResponder
 
@@ -260,7 +260,7 @@ def read_target_job(store: Store, run_id: str) -> TargetJob:
         raise RunNotFoundError(f"run {run_id!r} has {membership.phase.value}: {membership.reason}")
     live = {} if membership is None else {node.id: node for node in listing.live_nodes()}
     if membership is None or not live:
-        raise RunNotFoundError(f"no node of run {run_id!r} is alive")
+        raise RunNotFoundError(f"no node of run {run_id!r} is alive: {NOT_JOINED_TEXT}")
     ranks = {node.id: rank for rank, node in enumerate(membership.members)}
     nodes = [TargetNode(node.id, node.host, ranks.get(node.id)) for node in live.values()]
     nodes.sort(key=lambda node: (node.rank is None, node.rank or 0))

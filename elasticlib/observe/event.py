@@ -13,8 +13,15 @@ from typing import Any
 
 import attrs
 
-VERSION = 2
+from ..errors import format_error
+
+VERSION = 3
 MAX_EVENT_BYTES = 64 * 1024  # longer texts in an event are truncated
+MAX_VALUES = MAX_EVENT_BYTES // 2  # in one value of an event; a line has no room for more
+MAX_DEPTH = 8  # of lists and objects within each other
+MAX_INTEGER_BITS = 8192  # Python converts integers of up to 4,300 digits to text
+MAX_NAME_CHARS = 128  # names in the data of an event are cut
+MAX_HEAD_CHARS = 1024  # of kind, run and node
 MAX_NUMBER = 2**62  # no plausible step, time or generation is larger
 
 KINDS: Mapping[str, Mapping[str, str]] = {
@@ -123,7 +130,10 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "root_cause": "first failure on any node: host, rank, what; null if there is none",
         "expelled": "true if the job continues without this node",
     },
-    "events.dropped": {"count": "events that could not be written: disk full or too slow"},
+    "events.dropped": {
+        "count": "events that could not be written: the disk was full or too slow, or a value of "
+        "the event had no JSON form"
+    },
 }
 """Each kind of event, with the names of its data and their meaning."""
 
@@ -136,6 +146,7 @@ COMMON_KEYS = {
     "timestamp": "seconds since 1970 by the node's clock, for people",
     "monotonic": "seconds by the node's monotonic clock, for differences within one file",
     "rank": "global rank, if the event is about one worker",
+    "data": "values of the kind, by name",
 }
 """Keys of every event."""
 
@@ -159,22 +170,130 @@ class TimelineEvent:
     traceback: str = ""  # of a worker that failed, if it left one
 
 
+def _check_text(_: object, field: attrs.Attribute[str], value: object) -> None:
+    if not isinstance(value, str):
+        raise ValueError(f"{field.name} of an event must be a str, got {value!r:.60}")
+    if len(value) > MAX_HEAD_CHARS:
+        raise ValueError(
+            f"{field.name} of an event must have at most {MAX_HEAD_CHARS} characters, got "
+            f"{len(value)}"
+        )
+
+
+def _check_integer(_: object, field: attrs.Attribute[int], value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{field.name} of an event must be an integer, got {value!r:.60}")
+    _check_bits(value)
+
+
+def _check_bits(value: int) -> None:
+    if value.bit_length() > MAX_INTEGER_BITS:
+        raise ValueError(
+            f"integers of an event must have at most {MAX_INTEGER_BITS} bits, got one of "
+            f"{value.bit_length()}"
+        )
+
+
+def _check_time(_: object, field: attrs.Attribute[float], value: object) -> None:
+    if not isinstance(value, float | int) or isinstance(value, bool):
+        raise ValueError(f"{field.name} of an event must be a float, got {value!r:.60}")
+
+
+class _PlainCopier:
+    """Copies one value of an event into JSON values, of which there are at most `MAX_VALUES`.
+
+    The limit holds for lists that share items as well, and so bounds the time of a copy.
+    """
+
+    def __init__(self) -> None:
+        self._num_left = MAX_VALUES
+
+    def copy(self, value: object, depth: int = 0) -> Any:
+        self._num_left -= 1
+        if depth > MAX_DEPTH:
+            raise ValueError(f"lists and objects are nested more than {MAX_DEPTH} deep")
+        if isinstance(value, Mapping):
+            items = ((str(name)[:MAX_NAME_CHARS], item) for name, item in value.items())
+            return {name: self.copy(item, depth + 1) for name, item in items if self._num_left > 0}
+        if isinstance(value, list | tuple):
+            return [self.copy(item, depth + 1) for item in value if self._num_left > 0]
+        if isinstance(value, int):
+            _check_bits(value)
+        elif isinstance(value, float):
+            return _finite_or_text(value)
+        elif value is not None:
+            return _cut(str(value), MAX_EVENT_BYTES)
+        return value
+
+
+def _plain_data(data: Mapping[str, object]) -> dict[str, Any]:
+    """Return a copy of the data of an event that consists of JSON values.
+
+    Raises:
+        ValueError: a value has no JSON form.
+    """
+    plain = {}
+    for name, value in data.items():
+        try:
+            plain[str(name)[:MAX_NAME_CHARS]] = _PlainCopier().copy(value)
+        except Exception as error:  # `str` of a value, for example, may raise anything
+            reason = format_error(error)
+            raise ValueError(f"its value {name!r:.60} has no JSON form: {reason}") from error
+    return plain
+
+
 @attrs.frozen
 class Event:
     """An event of one node: a line of `events.jsonl`, and the argument of an `on_event` function.
 
     A file may have been written by anyone. The methods therefore read the data by type: a value
     that is missing or of another type is unknown.
+
+    The data is copied and consists of JSON values: infinite numbers, NaN and objects without a JSON
+    form become text, long texts are cut, and tuples become lists.
+
+    Raises:
+        ValueError: a value has no JSON form: its `str` raises, it is nested more than 8 deep, or it
+            is an integer of more than 8,192 bits; or a field before `data` has the wrong type.
     """
 
-    kind: str  # a key of `KINDS`, for example "worker.exited"
-    run: str  # id of the job
-    node: str  # id of the node
-    generation: int  # 0 before the first generation
-    timestamp: float  # seconds since 1970 by the node's clock, for people
-    monotonic: float  # seconds by the node's monotonic clock, for differences between its events
-    rank: int | None = None  # global rank, if the event is about one worker
-    data: Mapping[str, Any] = attrs.field(factory=dict)  # JSON values, by the names in `KINDS`
+    kind: str = attrs.field(validator=_check_text)  # for example "worker.exited"
+    run: str = attrs.field(validator=_check_text)  # id of the job
+    node: str = attrs.field(validator=_check_text)  # id of the node
+    generation: int = attrs.field(validator=_check_integer)  # 0 before the first generation
+    # seconds since 1970 by the node's clock, for people
+    timestamp: float = attrs.field(validator=_check_time)
+    # seconds by the node's monotonic clock, for differences between its events
+    monotonic: float = attrs.field(validator=_check_time)
+    rank: int | None = attrs.field(  # global rank, if the event is about one worker
+        default=None, validator=attrs.validators.optional(_check_integer)
+    )
+    # JSON values, by the names in `KINDS` or by other names
+    data: Mapping[str, Any] = attrs.field(factory=dict, converter=_plain_data)
+
+    def to_json(self) -> str:
+        """Return the event as one line of JSON without a newline, as in `events.jsonl`.
+
+        Texts, lists and objects are cut where the line would be longer than 64 KiB.
+        """
+        head = {
+            "version": VERSION,
+            "kind": self.kind,
+            "run": self.run,
+            "node": self.node,
+            "generation": self.generation,
+            "timestamp": round(self.timestamp, 6),
+            "monotonic": round(self.monotonic, 6),
+        }
+        if self.rank is not None:
+            head["rank"] = self.rank
+        limit = MAX_EVENT_BYTES
+        while True:
+            data = truncate(self.data, limit)
+            line = json.dumps({**head, "data": data}, separators=(",", ":"))
+            if len(line) < MAX_EVENT_BYTES or limit == 0:
+                return line
+            limit //= 4
 
     @property
     def is_plausible(self) -> bool:
@@ -266,25 +385,8 @@ def _as_count(value: object) -> int | None:
 
 
 def encode(event: Event) -> bytes:
-    """Return an event as a line of JSON; long texts are cut to keep it below MAX_EVENT_BYTES."""
-    head = {
-        "version": VERSION,
-        "kind": event.kind,
-        "run": event.run,
-        "node": event.node,
-        "generation": event.generation,
-        "timestamp": round(event.timestamp, 6),
-        "monotonic": round(event.monotonic, 6),
-    }
-    if event.rank is not None:
-        head["rank"] = event.rank
-    limit = MAX_EVENT_BYTES
-    while True:
-        data = {name: truncate(value, limit) for name, value in event.data.items()}
-        line = json.dumps({**head, **data}, separators=(",", ":"), default=str).encode() + b"\n"
-        if len(line) <= MAX_EVENT_BYTES or limit == 0:
-            return line
-        limit //= 4
+    """Return an event as a line of `events.jsonl`."""
+    return event.to_json().encode() + b"\n"
 
 
 def truncate(value: Any, limit: int) -> Any:
@@ -292,15 +394,21 @@ def truncate(value: Any, limit: int) -> Any:
 
     Infinite numbers and NaN become text.
     """
-    if isinstance(value, str) and len(value) > limit:
-        return value[:limit] + "..."
+    if isinstance(value, str):
+        return _cut(value, limit)
     if isinstance(value, Mapping):
         return {str(key): truncate(item, limit) for key, item in list(value.items())[: limit + 1]}
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, list | tuple):
         return [truncate(item, limit) for item in value[: limit + 1]]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)  # JSON cannot express it as a number
-    return value
+    return _finite_or_text(value) if isinstance(value, float) else value
+
+
+def _finite_or_text(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)  # JSON has no infinite numbers and NaN
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}..."
 
 
 def decode(line: bytes | str) -> Event:
@@ -310,21 +418,15 @@ def decode(line: bytes | str) -> Event:
         ValueError: the line is no event, or one of another version.
     """
     fields = read_versioned_object(line, "an event", VERSION)
-    types = {"kind": str, "run": str, "node": str, "generation": int}
-    types |= {"timestamp": float, "monotonic": float}
-    common: dict[str, Any] = {}
-    for name, wanted in types.items():
-        value = fields.get(name)
-        if wanted is float and isinstance(value, int) and not isinstance(value, bool):
-            value = _as_float(name, value)
-        if not isinstance(value, wanted) or isinstance(value, bool):
-            raise ValueError(f"{name} of an event must be a {wanted.__name__}, got {value!r}")
-        common[name] = value
-    rank = fields.get("rank")
-    if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool)):
-        raise ValueError(f"rank of an event must be an integer, got {rank!r}")
-    data = {name: value for name, value in fields.items() if name not in COMMON_KEYS}
-    return Event(**common, rank=rank, data=data)
+    names = ("kind", "run", "node", "generation", "timestamp", "monotonic", "rank")
+    head: dict[str, Any] = {name: fields.get(name) for name in names}
+    for name in ("timestamp", "monotonic"):
+        if isinstance(head[name], int) and not isinstance(head[name], bool):
+            head[name] = _as_float(name, head[name])
+    data = fields.get("data")
+    if not isinstance(data, dict):
+        raise ValueError(f"data of an event must be an object, got {data!r:.60}")
+    return Event(**head, data=data)
 
 
 def read_versioned_object(data: bytes | str, label: str, version: int) -> dict[str, Any]:

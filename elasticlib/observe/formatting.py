@@ -18,6 +18,10 @@ Item = TypeVar("Item")
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
 UNKNOWN = "-"  # in a table cell
 
+NOT_JOINED_TEXT = (
+    "its agents have not joined yet, because they import the modules that the workers need, or "
+    "they have left"
+)
 TERMINATED_TEXT = "terminated unexpectedly (killed?)"  # a job whose agents reported no end
 NO_STEPS_TEXT = "lost training time is unknown because no worker reported a step (context().step)"
 LOST_SNAPSHOT_TEXT = "lost with its agents"  # a snapshot newer than the last checkpoint

@@ -1,11 +1,13 @@
 """HTTP server for health, status and metrics of one agent.
 
 The server only reads: no request changes anything. The number of connections, the size of a
-request and the time that a client may take are bounded, so clients cannot disturb the agent.
+request and the time that a client may take are bounded, so clients cannot disturb the agent, and
+slow ones cannot keep a health probe from being answered.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import socket
@@ -57,9 +59,10 @@ class HttpServer:
     Args:
         host: address to listen on; `::` listens on all addresses, those of IPv4 included.
         port: port to listen on; 0 chooses a free one.
-        max_connections: further clients get status 503; each connection has a thread.
-        client_timeout_s: time for the whole request to arrive, and again for the whole response to
-            be taken by the client.
+        max_connections: a further client is answered as well, and the connection that has been open
+            longest is closed; each connection has a thread.
+        client_timeout_s: time for the whole request to arrive and the whole response to be taken by
+            the client.
 
     Raises:
         OSError: the address cannot be bound.
@@ -111,7 +114,11 @@ class _Server(ThreadingHTTPServer):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.pages: Pages = {}
         self.page_lock = threading.Lock()  # locked while a page is generated
-        self._free_connections = threading.BoundedSemaphore(max_connections)
+        self._max_connections = max_connections
+        self._changed = threading.Condition()  # guards the fields below
+        self._connections: dict[socket.socket, None] = {}  # the oldest is the first
+        self._num_threads = 0  # more than connections while those of closed ones end
+        self._is_stopping = False
         self.client_timeout_s = client_timeout_s
         super().__init__((host, port), _Handler)
 
@@ -122,13 +129,23 @@ class _Server(ThreadingHTTPServer):
         socketserver.TCPServer.server_bind(self)
 
     def stop(self) -> None:
+        with self._changed:
+            self._is_stopping = True
+            self._changed.notify_all()
         # The loop of serve_forever looks every 0.5 s whether it should end. Shutting the listening
         # socket down wakes it at once.
         self.socket.shutdown(socket.SHUT_RDWR)
         self.shutdown()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._free_connections.acquire(blocking=False):
+        with self._changed:
+            # The threads of closed connections end at once, unless the function of a page blocks.
+            is_accepted = self._changed.wait_for(self._has_thread, self.client_timeout_s)
+            if is_accepted:
+                self._close_oldest_at_limit()
+                self._connections[request] = None
+                self._num_threads += 1
+        if not is_accepted:
             log.debug("refused the connection of %s: too many are open", client_address)
             request.setblocking(False)
             request.send(_BUSY)  # fits the empty send buffer of a new connection
@@ -137,14 +154,33 @@ class _Server(ThreadingHTTPServer):
         try:
             super().process_request(request, client_address)
         except BaseException:
-            self._free_connections.release()
+            self._forget(request)
             raise
+
+    def _has_thread(self) -> bool:
+        return self._num_threads < 2 * self._max_connections or self._is_stopping
+
+    def _close_oldest_at_limit(self) -> None:
+        # A probe sends its request at once. A connection that is open for long is one that waits
+        # for its client, and must not keep the next probe from being answered.
+        if len(self._connections) < self._max_connections:
+            return
+        oldest = next(iter(self._connections))
+        del self._connections[oldest]
+        with contextlib.suppress(OSError):  # the client or its thread has closed it meanwhile
+            oldest.shutdown(socket.SHUT_RDWR)  # wakes its thread, which ends
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._free_connections.release()
+            self._forget(request)
+
+    def _forget(self, request: Any) -> None:
+        with self._changed:
+            self._connections.pop(request, None)
+            self._num_threads -= 1
+            self._changed.notify_all()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         del request
@@ -163,10 +199,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         super().setup()
-        timeout_s = self.server.client_timeout_s
-        self.rfile = io.BytesIO(_read_request(self.connection, timeout_s))
-        # `sendall`, which writes the response, applies it to the whole of its data.
-        self.connection.settimeout(timeout_s)
+        self._deadline = monotonic() + self.server.client_timeout_s  # for request and response
+        self.rfile = io.BytesIO(_read_request(self.connection, self._deadline))
+        self.wfile = self._response = io.BytesIO()
+
+    def finish(self) -> None:
+        response = self._response.getvalue()
+        super().finish()
+        self.connection.settimeout(_left_s(self._deadline))
+        self.connection.sendall(response)  # the time-out applies to the whole of its data
 
     def do_GET(self) -> None:
         response = self._respond(self.path.partition("?")[0])
@@ -196,7 +237,11 @@ class _Handler(BaseHTTPRequestHandler):
         log.debug("%s: " + format, self.address_string(), *args)
 
 
-def _read_request(connection: socket.socket, timeout_s: float) -> bytes:
+def _left_s(deadline: float) -> float:
+    return max(0.001, deadline - monotonic())
+
+
+def _read_request(connection: socket.socket, deadline: float) -> bytes:
     """Read a request up to the blank line, or until the client closes the connection.
 
     A body is not waited for.
@@ -205,12 +250,11 @@ def _read_request(connection: socket.socket, timeout_s: float) -> bytes:
         OSError: the client was too slow, sent more than MAX_REQUEST_BYTES without a blank
             line, or reset the connection.
     """
-    deadline = monotonic() + timeout_s
     request = b""
     while b"\r\n\r\n" not in request and b"\n\n" not in request:
         if len(request) > MAX_REQUEST_BYTES:
             raise OSError(f"the request has more than {MAX_REQUEST_BYTES} bytes")
-        connection.settimeout(max(0.001, deadline - monotonic()))
+        connection.settimeout(_left_s(deadline))
         data = connection.recv(MAX_REQUEST_BYTES)
         if not data:
             break

@@ -367,6 +367,9 @@ def result_of(run: str, last_events: Iterable[Event], now: float) -> JobStatus:
     """
     last_events = list(last_events)
     newest = max(last_events, key=lambda event: event.timestamp)
+    # A node that has left before, because it was drained for example, did not end the job.
+    last_generation = max(event.generation for event in last_events)
+    last_events = [event for event in last_events if event.generation == last_generation]
     parts = [
         NodeParticipation(_end_state(event), is_alive=False, expelled=event.is_true("expelled"))
         for event in last_events

@@ -43,15 +43,16 @@ class Journal(abc.ABC):
 
     @abc.abstractmethod
     def record(
-        self, kind: str, *, generation: int = 0, rank: int | None = None, **data: Any
+        self, kind: str, /, *, generation: int = 0, rank: int | None = None, **data: Any
     ) -> None:
         """Record an event.
 
         Args:
-            kind: one of `elasticlib.observe.event.KINDS`.
+            kind: one of `elasticlib.observe.event.KINDS`, or a name of your own.
             generation: number of the generation, 0 before the first.
             rank: global rank, if the event is about one worker.
-            **data: data of the kind, by name.
+            **data: data of the kind, by name. If a value has no JSON form, the event is not
+                recorded, and counts as dropped; the first time, the log says so.
         """
 
 
@@ -171,6 +172,7 @@ class NodeJournal(Journal):
         self._file_queue = BackgroundQueue("journal", _on_write_error, max_pending=max_pending)
         self._retry_interval = retry_interval
         # Owned by the thread that records events:
+        self._num_rejected = 0  # a value had no JSON form
         self._num_recorded = 0
         self._num_unqueued = 0  # there was no room in the queue
         # Owned by the calls that write the file, which are executed one after the other:
@@ -182,12 +184,17 @@ class NodeJournal(Journal):
     @property
     def num_dropped(self) -> int:
         """Number of events that could not be written so far."""
-        return self._num_unqueued + self._num_failed
+        return self._num_rejected + self._num_unqueued + self._num_failed
 
     def record(
-        self, kind: str, *, generation: int = 0, rank: int | None = None, **data: Any
+        self, kind: str, /, *, generation: int = 0, rank: int | None = None, **data: Any
     ) -> None:
-        event = Event(kind, self._run, self._node, generation, wall(), monotonic(), rank, data)
+        times = wall(), monotonic()
+        try:
+            event = Event(kind, self._run, self._node, generation, *times, rank, data)
+        except Exception as error:
+            self._reject(kind, error)
+            return
         self._aggregate_caller.call(partial(self.aggregate.apply, event), is_nonblocking=True)
         self.on_recorded()
         for listener, caller in self._listeners:
@@ -198,6 +205,15 @@ class NodeJournal(Journal):
         self._num_recorded += 1
         if not self._file_queue.call(partial(self._write, event)):
             self._num_unqueued += 1
+
+    def _reject(self, kind: object, error: Exception) -> None:
+        self._num_rejected += 1
+        if self._num_rejected == 1:
+            log.warning(
+                "an event %.60s is not recorded: %s; further events without a JSON form are only "
+                "counted",
+                *(kind, error),
+            )
 
     def status(self, heartbeats: Mapping[int, Heartbeat]) -> NodeStatus:
         """Return the current status of the node. Thread-safe.

@@ -6,7 +6,7 @@ import abc
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from ..stores.interface import Entry, Store, WatchResult
+from ..stores.interface import CancelWatch, Entry, Store, WatchResult
 from ..threads import BackgroundQueue
 from .node_status import FailureLog
 
@@ -43,6 +43,7 @@ class StoreResponder(abc.ABC):
         self._store = store
         self._prefix = prefix
         self._poll_interval = poll_interval
+        self._cancel_watch: CancelWatch | None = None  # of the last watch, if the store has watches
 
     @abc.abstractmethod
     def answer_all(self, entries: Iterable[Entry]) -> bool:
@@ -59,6 +60,11 @@ class StoreResponder(abc.ABC):
     def __exit__(self, *error: object) -> None:
         # A thread that waits for the store ends when the owner of the store closes it.
         self._queue.close(0.0)
+        if self._cancel_watch is not None:
+            try:
+                self._cancel_watch()
+            except Exception as error:  # a user's store may raise any exception
+                self._failures.log(error)
 
     def _serve(self) -> None:
         """Answer requests until the store watches for the next one, or the responder is closed."""
@@ -90,7 +96,9 @@ class StoreResponder(abc.ABC):
         def on_change(_: WatchResult) -> None:
             self._queue.call(self._serve)
 
-        if self._store.watch(prefix, after=listing.version, callback=on_change):
+        watch = self._store.watch(prefix, after=listing.version, callback=on_change)
+        self._cancel_watch = watch
+        if watch is not None:
             return None
         self._store.wait(prefix, after=listing.version, timeout=MAX_WAIT_S)
         return 0.0

@@ -1,7 +1,7 @@
 """Memory of bad nodes: decide which hosts a job excludes because their workers keep failing.
 
-The membership has a history of the hosts whose workers failed first, one for each generation in
-which workers failed. `reconcile` acts on the decisions. This module does no I/O.
+The membership has a history of the hosts whose workers failed first, one for each generation whose
+failure names a host (`blame.py`). `reconcile` acts on the decisions. This module does no I/O.
 """
 
 from __future__ import annotations

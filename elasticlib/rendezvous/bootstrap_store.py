@@ -17,6 +17,8 @@ from typing import Protocol
 
 from ..endpoint import join_endpoint
 from ..errors import RendezvousError
+from ..numpy_warning import missing_numpy_ignored
+from ..open_files import open_files_hint
 from ..threads import daemon_thread
 
 IMPORT_TIMEOUT_S = 60.0  # importing torch from a cold disk can take this long
@@ -109,7 +111,7 @@ def import_torch() -> threading.Thread:
     """
 
     def work() -> None:
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception), missing_numpy_ignored():
             import torch.distributed  # noqa: F401
 
     thread = daemon_thread(work, "rendezvous-import")
@@ -155,7 +157,11 @@ class BootstrapStoreServer:
         address = address if proxy is None else "127.0.0.1"
         try:
             store = self._open_store(address)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # torch's DistStoreError is a RuntimeError
+            if hint := open_files_hint():
+                raise RendezvousError(f"cannot serve torch's store: {hint}") from error
+            if not isinstance(error, OSError):
+                raise
             raise RendezvousError(
                 f"cannot serve torch's store at {address}, this node's own address: {error}; "
                 "give the node another one (--local-addr)"

@@ -12,6 +12,7 @@ import attrs
 from ..clock import Clock, monotonic
 from ..errors import ConfigError
 from ..stores.interface import Store
+from .blame import FailureKind
 from .bootstrap_store import (
     IMPORT_TIMEOUT_S,
     TORCH_STORE_OPENERS,
@@ -137,9 +138,17 @@ class DynamicRendezvousHandler(RendezvousHandler):
         thread.wait_until(lambda: thread.change, timeout)
         return as_change(thread.closed_error()) if thread.is_stopping else thread.change
 
-    def report_failure(self, reason: str, *, killed: bool = False) -> bool:
-        self._thread.update_intent(partial(NodeIntent.record_failure, reason=reason, killed=killed))
+    def report_failure(
+        self, reason: str, *, kind: FailureKind = FailureKind.RAISED, hung_node_rank: int = -1
+    ) -> bool:
+        self.report_evidence(reason, kind=kind, hung_node_rank=hung_node_rank)
         return True
+
+    def report_evidence(self, reason: str, *, kind: FailureKind, hung_node_rank: int = -1) -> None:
+        record = partial(
+            NodeIntent.record_failure, reason=reason, kind=kind, hung_node_rank=hung_node_rank
+        )
+        self._thread.update_intent(record)
 
     def report_slots(self, slots: int, *, retained: bool = False) -> bool:
         self._thread.update_intent(
@@ -157,6 +166,12 @@ class DynamicRendezvousHandler(RendezvousHandler):
         if snapshot is None or snapshot.state is None or snapshot.state.phase.is_terminal:
             return False
         return snapshot.leader is not None and snapshot.leader.can_regroup
+
+    def report_takes_notices(self) -> None:
+        self._thread.update_intent(partial(NodeIntent.with_node_fields, takes_notices=True))
+
+    def peers_take_notices(self) -> bool:
+        return self._thread.node.takes_notices
 
     def report_drain(self, reason: str) -> None:
         self._thread.update_intent(partial(NodeIntent.with_node_fields, drain_reason=reason))

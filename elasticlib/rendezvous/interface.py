@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from ..errors import ConfigError
+from .blame import FailureKind as FailureKind
 from .membership import Change as Change
 from .membership import ChangeKind as ChangeKind
 from .membership import GenerationTrigger
@@ -210,19 +211,36 @@ class RendezvousHandler(abc.ABC):
             return Change(ChangeKind.RESIZE, f"{waiting} nodes are waiting to join")
         return None
 
-    def report_failure(self, reason: str, *, killed: bool = False) -> bool:
-        """Take note that this node's workers failed.
+    def report_failure(
+        self, reason: str, *, kind: FailureKind = FailureKind.RAISED, hung_node_rank: int = -1
+    ) -> bool:
+        """Take note that this node's workers failed. The agent calls it once in a generation.
 
         Args:
             reason: Why they failed, for messages.
-            killed: A signal from outside killed the worker. Its restart needs no delay.
+            kind: What happened to them. Only `kind.names_host` is evidence against a host. The
+                restart after FailureKind.KILLED needs no delay.
+            hung_node_rank: The group rank of the node whose worker hangs, if the kind is HUNG.
 
         Returns:
             False if this is unsupported, as by default: the agent keeps a restart budget of its
             own. True if the generation or the job will end, and `wait_for_change` reports which.
         """
-        del reason, killed
+        del reason, kind, hung_node_rank
         return False
+
+    def report_evidence(self, reason: str, *, kind: FailureKind, hung_node_rank: int = -1) -> None:
+        """Take note of stronger evidence about a failure than `report_failure` had.
+
+        The agent calls this after the failure was reported by any node, while the workers are
+        being stopped. The failure counts only once. The default does nothing.
+
+        Args:
+            reason: As for `report_failure`.
+            kind: As for `report_failure`.
+            hung_node_rank: As for `report_failure`.
+        """
+        del reason, kind, hung_node_rank
 
     def report_slots(self, slots: int, *, retained: bool = False) -> bool:
         """Take note of how many workers this node offers for the next generation.
@@ -251,6 +269,17 @@ class RendezvousHandler(abc.ABC):
 
         A joining node then starts its own workers before it is admitted. The agent calls this
         before the first rendezvous, in any thread. The call may wait for some seconds.
+        """
+        return False
+
+    def report_takes_notices(self) -> None:  # noqa: B027 - optional
+        """Take note that a worker of this node has called `should_stop`."""
+
+    def peers_take_notices(self) -> bool:
+        """Return whether a worker of another node is known to have called `should_stop`.
+
+        Then SIGTERM drains this node also before its own workers make that call. The call must not
+        block. The default is False.
         """
         return False
 

@@ -116,6 +116,7 @@ class LocalNode:
         self._id_digest = hashlib.blake2s(node.id.encode(), digest_size=6).hexdigest()
         self.intent = NodeIntent(NodeRecord.of(node))  # what the node wants; replaced by the caller
         self.can_regroup = False  # the workers can continue in another generation; set by caller
+        self.takes_notices = False  # a worker of some node has called `should_stop`
         self.snapshot: JobSnapshot | None = None  # the last read, None before the first
         self.leader_status = NO_STATUS_YET  # the last status that was read or decided
         self.next_status_read_at = float("inf")
@@ -310,6 +311,8 @@ class LocalNode:
         if snapshot.view is not None:
             nodes.extend(snapshot.view.live_nodes)
         self.intent = self.intent.on_read(state).check_run_alive(state, nodes)
+        # A node that becomes leader later still knows it.
+        self.takes_notices = self.takes_notices or any(node.takes_notices for node in nodes)
         if snapshot.is_active or (self.snapshot is not None and self.snapshot.is_active):
             self.last_active_at = now
         self.snapshot = snapshot
@@ -387,7 +390,10 @@ class LocalNode:
             Whether the leader entry was written.
         """
         node = self.intent.node
-        leader = Leader(self._id, node.host, node.inactive_incarnation, self.can_regroup)
+        takes_notices = self.takes_notices or node.takes_notices
+        leader = Leader(
+            self._id, node.host, node.inactive_incarnation, self.can_regroup, takes_notices
+        )
         has_leader = snapshot.leader is not None
         if self._published is None or snapshot.leader == leader:
             return False

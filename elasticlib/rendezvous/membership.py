@@ -16,6 +16,7 @@ import attrs
 from ..defaults import DEFAULT_STORE_GRACE_S
 from ..errors import ConfigError
 from .bad_nodes import ExcludedHost, FirstFailure, add_failure
+from .blame import FailureKind
 
 MAX_BAD_NODE_WINDOW = 100  # generations, which bounds the size of the history in the store
 
@@ -78,8 +79,12 @@ class RendezvousTimeouts:
                 f"got keep_alive_interval={self.keep_alive_interval:g} s and "
                 f"lease_ttl={self.lease_ttl:g} s"
             )
-        if self.loop_timeout <= 0:
-            raise ConfigError(f"loop_timeout must be above 0 seconds, got {self.loop_timeout:g}")
+        for name in ("join_timeout", "close_timeout", "loop_timeout"):
+            if not getattr(self, name) > 0:
+                value = getattr(self, name)
+                raise ConfigError(f"{name} must be above 0 seconds, got {value:g}")
+        if not self.store_grace >= 0:
+            raise ConfigError(f"store_grace must be at least 0 seconds, got {self.store_grace:g}")
 
 
 @attrs.frozen
@@ -138,7 +143,8 @@ class Node:
     slots: int
     role: str = "default"
     rank_hint: int | None = None  # requested rank, or None
-    topology: str = ""  # nodes with an equal value get adjacent ranks
+    # Nodes with an equal value get adjacent ranks. Replicas of their snapshots are elsewhere.
+    topology: str = ""
 
 
 class JobAction(enum.Enum):
@@ -173,10 +179,12 @@ class NodeRecord(Node):
     inactive_incarnation: str = ""
     failure_reason: str | None = None  # why the workers failed in `failed_membership_id`
     failed_membership_id: str = ""
-    was_killed: bool = False  # a signal from outside killed the failed worker
+    failure_kind: FailureKind = FailureKind.RAISED  # what `failure_reason` is evidence of
+    hung_node_rank: int = -1  # group rank of the node that hangs, if the kind is HUNG
     drain_reason: str = ""  # why the node leaves once its workers have saved; empty: it stays
     has_retained_workers: bool = False  # the offered workers have run in the last generation
     request: JobRequest | None = None  # what an operator wants for the whole job
+    takes_notices: bool = False  # a worker has called `should_stop`, in any generation
 
     @classmethod
     def of(cls, node: Node) -> NodeRecord:
@@ -186,11 +194,16 @@ class NodeRecord(Node):
 
 @attrs.frozen
 class NodeFailure:
-    """The first failure in a generation. It is charged when the next generation forms."""
+    """The failure that ended a generation. It is charged when the next generation forms."""
 
-    node: str
+    node: str  # the node that it is evidence against, otherwise the one that has reported it
     reason: str
-    was_killed: bool = False
+    kind: FailureKind = FailureKind.RAISED
+
+    @property
+    def named_node(self) -> str:
+        """The node that caused the failure; empty if the evidence names no node."""
+        return self.node if self.kind.names_host else ""
 
 
 @attrs.frozen
@@ -239,6 +252,7 @@ class Leader:
     host: str
     inactive_incarnation: str = ""  # as in `NodeRecord`
     can_regroup: bool = False  # its workers can continue in another generation
+    takes_notices: bool = False  # a worker of some node has called `should_stop`
 
 
 @attrs.frozen
@@ -380,7 +394,12 @@ def form_generation(
     """
     chosen = tuple(
         attrs.evolve(
-            node, failure_reason=None, failed_membership_id="", was_killed=False, request=None
+            node,
+            failure_reason=None,
+            failed_membership_id="",
+            failure_kind=FailureKind.RAISED,
+            hung_node_rank=-1,
+            request=None,
         )
         for node in members
     )
@@ -418,13 +437,13 @@ def evict(membership: Membership, node_ids: Iterable[str], live: Container[str])
 def record_first_failure(membership: Membership) -> Membership:
     """Add the host of the failure that ended the current generation to the history.
 
-    Nothing changes if no member has failed.
+    Nothing changes if no member has failed, or if the evidence names none.
     """
     failure, window = membership.failure, membership.settings.bad_node_window
     hosts = {node.id: node.host for node in membership.members}
-    if failure is None or failure.node not in hosts:
+    if failure is None or failure.named_node not in hosts:
         return membership
-    history, host = membership.first_failures, hosts[failure.node]
+    history, host = membership.first_failures, hosts[failure.named_node]
     history = add_failure(history, membership.generation, host, window=window)
     return attrs.evolve(membership, first_failures=history)
 

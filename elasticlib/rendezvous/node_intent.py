@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 
+from .blame import FailureKind
 from .membership import (
     Change,
     ChangeKind,
@@ -87,12 +88,15 @@ class NodeIntent:
         )
         return attrs.evolve(member, remembered_state=state)
 
-    def record_failure(self, reason: str, *, killed: bool = False) -> NodeIntent:
+    def record_failure(
+        self, reason: str, kind: FailureKind = FailureKind.RAISED, hung_node_rank: int = -1
+    ) -> NodeIntent:
         """Publish that the workers of the current generation failed."""
         return self.with_node_fields(
             failure_reason=reason,
             failed_membership_id=self.node.membership_id,
-            was_killed=killed,
+            failure_kind=kind,
+            hung_node_rank=hung_node_rank,
         )
 
     def request_stop(self, reason: str) -> NodeIntent:

@@ -305,7 +305,11 @@ class NodeThread:
         try:
             self.node.leave()
         except StoreError as error:
-            log.info(
+            # The store may leave first. When the job is over, no node waits for another one.
+            state = self.node.state
+            is_over = state is not None and state.phase.is_terminal
+            log.log(
+                logging.DEBUG if is_over else logging.INFO,
                 "this node left while the store was unreachable, and the other nodes notice it "
                 "when its lease expires: %s",
                 error,

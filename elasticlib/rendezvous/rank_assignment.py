@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 
 import attrs
@@ -30,6 +30,7 @@ class RankAssignment:
     world_size: int  # workers on all nodes
     first_role_rank: int  # rank of this node's first worker among workers of the same role
     role_world_size: int  # workers of this role on all nodes
+    largest_domain: int = 1  # nodes of the largest topology domain; those of a domain are adjacent
 
 
 AssignedNode = tuple[NodeRecord, RankAssignment]
@@ -49,6 +50,8 @@ def assign_ranks(members: Iterable[Node]) -> tuple[RankAssignment, ...]:
     role_world_size: dict[str, int] = defaultdict(int)
     for node in members:
         role_world_size[node.role] += node.slots
+    domain_sizes = Counter(node.topology for node in members if node.topology)
+    largest_domain = max(domain_sizes.values(), default=1)
 
     assignments = []
     next_rank = 0
@@ -63,6 +66,7 @@ def assign_ranks(members: Iterable[Node]) -> tuple[RankAssignment, ...]:
                 world_size=world_size,
                 first_role_rank=next_role_rank[node.role],
                 role_world_size=role_world_size[node.role],
+                largest_domain=largest_domain,
             )
         )
         next_rank += node.slots

@@ -12,6 +12,7 @@ import attrs
 
 from ..errors import require_not_none
 from .bad_nodes import ExcludedHost, bad_hosts, describe_failures, excluded_hosts
+from .blame import FailureKind, find_strongest
 from .membership import (
     GenerationTrigger,
     JobAction,
@@ -186,8 +187,9 @@ def _reconcile_active(view: LeaderView, membership: Membership) -> ReconcileResu
     lost = [m for m in membership.members if m.id not in live and m.id not in view.finished_ids]
     if lost:
         return _reconcile_after_loss(view, membership, lost)
-    failure = _find_first_failure(view, membership)
+    failure = _find_failure(view, membership)
     if failure is not None:
+        failure = _mention_nodes_that_left(view, failure)
         reason = f"{_name_of(failure.node, view)}: {failure.reason}"
         count = count_quick_failures(membership, failure, view.phase_age_s)
         forming = end_generation(membership, reason, failure)
@@ -234,7 +236,7 @@ def _reconcile_after_loss(
         return blocked
     reason = _describe_loss(lost, view)
     # If other members failed as well, they failed because these members were lost.
-    failure = _find_first_failure(view, membership)
+    failure = _find_failure(view, membership)
     forming = end_generation(membership, reason, failure, trigger=GenerationTrigger.NODE_LOSS)
     return ReconcileResult(reason, forming)
 
@@ -292,6 +294,9 @@ def _reconcile_forming(view: LeaderView, membership: Membership) -> ReconcileRes
     if stops and not membership.stop_reason:
         reason = stops[0].reason
         return ReconcileResult(reason, attrs.evolve(membership, stop_reason=reason))
+    failed = _note_failure_during_resize(view, membership)
+    if failed is not None:
+        return ReconcileResult(failed.reason, failed)
     members = membership.member_ids
     candidates = _candidates(view, membership)
     busy = [n for n in candidates if n.id in members and not _is_stopped(n, membership)]
@@ -316,6 +321,7 @@ def _reconcile_forming(view: LeaderView, membership: Membership) -> ReconcileRes
     result = _wait_for_quorum(view, membership, absent) or _blame_lost_members(view, membership)
     if result is not None:
         return result
+    membership = _review_failure(view, membership)
     charged = membership.failure is not None and members <= here
     if charged:
         membership = record_first_failure(membership)
@@ -336,13 +342,34 @@ def _reconcile_forming(view: LeaderView, membership: Membership) -> ReconcileRes
     return _form_or_wait(view, membership, ordered, charged=charged)
 
 
+def _note_failure_during_resize(view: LeaderView, membership: Membership) -> Membership | None:
+    """Return the membership with the first failure after a planned end, or None if it has none.
+
+    It is charged like one that ends a generation: workers that fail again and again must use up
+    the budget, whatever ends their generations. After a loss, members fail because of the loss.
+    """
+    if not membership.is_planned or membership.failure is not None or membership.stop_reason:
+        return None
+    failure = _find_failure(view, membership)
+    if failure is None:
+        return None
+    return attrs.evolve(
+        membership,
+        failure=failure,
+        reason=f"{_name_of(failure.node, view)}: {failure.reason}",
+        quick_failure_count=count_quick_failures(membership, failure, view.phase_age_s),
+    )
+
+
 def _exclude_bad_hosts(
     membership: Membership, candidates: Sequence[NodeRecord]
 ) -> ReconcileResult | None:
     """Exclude hosts whose workers keep failing, or return None if there is nothing to exclude."""
-    settings = membership.settings
+    settings, failure = membership.settings, membership.failure
     if settings.has_fixed_ranks:
         return None  # No other node can have the rank of the excluded one.
+    if failure is None or not failure.named_node:
+        return None  # The last failure is evidence against no host.
     counts = _bad_hosts(membership)
     names = (node.host for node in candidates)
     hosts = excluded_hosts(counts, names, min_nodes=settings.min_nodes)
@@ -368,9 +395,10 @@ def _bad_hosts(membership: Membership) -> dict[str, int]:
 
 def _explain_bad_host(membership: Membership, candidates: Sequence[NodeRecord]) -> Membership:
     """Add to the reason why the host of the last failure is not excluded, if it is a bad host."""
-    settings = membership.settings
-    counts = _bad_hosts(membership)
-    host = membership.first_failures[-1].host if membership.first_failures else ""
+    settings, failure = membership.settings, membership.failure
+    if failure is None or not failure.named_node or not membership.first_failures:
+        return membership
+    counts, host = _bad_hosts(membership), membership.first_failures[-1].host
     others = sum(node.host != host for node in candidates)
     if host not in counts or not others:
         return membership
@@ -401,12 +429,15 @@ def _refuse_or_delay_restart(
 def _evict_or_end_job(
     view: LeaderView, membership: Membership, candidates: Sequence[NodeRecord]
 ) -> ReconcileResult:
-    """Evict the failed node, or end the job if too few nodes would remain."""
+    """Evict the node that caused the failure.
+
+    End the job if the evidence names no node, or if too few nodes would remain.
+    """
     failure = require_not_none(membership.failure, "the failure")
     settings = membership.settings
-    failed = [n for n in candidates if n.id == failure.node]
+    failed = [n for n in candidates if n.id == failure.named_node]
     budget = f"{membership.restarts} of {settings.max_restarts} restarts used"
-    if len(candidates) - len(failed) >= settings.min_nodes:
+    if failed and len(candidates) - len(failed) >= settings.min_nodes:
         ids = [n.id for n in failed]
         evicted = evict(membership, ids, {n.id for n in view.live_nodes})
         return ReconcileResult(f"{_names(failed, view)} must leave: {budget}", evicted)
@@ -483,7 +514,7 @@ def count_quick_failures(membership: Membership, failure: NodeFailure, age_s: fl
     """
     if age_s >= QUICK_FAILURE_S:
         return 0
-    return membership.quick_failure_count + (not failure.was_killed)
+    return membership.quick_failure_count + (failure.kind is not FailureKind.KILLED)
 
 
 def restart_reset_in_s(membership: Membership, age_s: float) -> float | None:
@@ -549,14 +580,55 @@ def _is_stopped(node: NodeRecord, membership: Membership) -> bool:
     return node.stopped_membership_id == membership.membership_id
 
 
-def _find_first_failure(view: LeaderView, membership: Membership) -> NodeFailure | None:
-    """Return the earliest failure that a live member reports for the current generation."""
-    members = membership.member_ids
+def _find_failure(view: LeaderView, membership: Membership) -> NodeFailure | None:
+    """Return the failure with the strongest evidence, the first of several; None without one."""
+    reported = _reported_failures(view, membership)
+    first = membership.failure
+    return find_strongest(reported if first is None else (first, *reported))
+
+
+def _reported_failures(view: LeaderView, membership: Membership) -> list[NodeFailure]:
+    """Return the failures that live members report for the current generation."""
+    members, found = membership.members, []
     for node in view.live_nodes:
         is_current = node.failed_membership_id == membership.membership_id
-        if node.id in members and is_current and node.failure_reason is not None:
-            return NodeFailure(node.id, node.failure_reason, node.was_killed)
-    return None
+        if node.id in membership.member_ids and is_current and node.failure_reason is not None:
+            name, kind, hung = node.id, node.failure_kind, node.hung_node_rank
+            if kind is FailureKind.HUNG:
+                is_member = 0 <= hung < len(members)
+                name, kind = (members[hung].id, kind) if is_member else (name, FailureKind.STALLED)
+            found.append(NodeFailure(name, node.failure_reason, kind))
+    return found
+
+
+def _mention_nodes_that_left(view: LeaderView, failure: NodeFailure) -> NodeFailure:
+    """Add to a failed collective that workers of other nodes had exited with success before."""
+    done = [m for m in require_not_none(view.membership, "it").members if m.id in view.finished_ids]
+    if failure.kind is not FailureKind.COLLECTIVE or not done:
+        return failure
+    reason = f"{failure.reason}; the workers of {_names(done, view)} had exited with code 0 before"
+    return attrs.evolve(failure, reason=reason)
+
+
+def _review_failure(view: LeaderView, membership: Membership) -> Membership:
+    """Replace the failure that ended the generation if stronger evidence is known by now.
+
+    The first node that reports is often one that has only noticed a lost peer. By the time all
+    members have stopped, each has reported what happened to its own workers.
+    """
+    first, strongest = membership.failure, _find_failure(view, membership)
+    is_failure = membership.trigger is GenerationTrigger.FAILURE
+    if first is None or strongest is None or strongest == first or not is_failure:
+        return membership
+    count, killed = membership.quick_failure_count, FailureKind.KILLED
+    if strongest.kind is killed and first.kind is not killed:
+        count = max(0, count - 1)
+    return attrs.evolve(
+        membership,
+        failure=strongest,
+        reason=f"{_name_of(strongest.node, view)}: {strongest.reason}",
+        quick_failure_count=count,
+    )
 
 
 def _list_requests(view: LeaderView, membership: Membership) -> list[JobRequest]:

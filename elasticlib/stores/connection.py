@@ -91,11 +91,11 @@ class SocketRelay:
                         if not self.unsent[sink]:
                             return False
                     self.unsent[sink] = self.unsent[sink][sink.send(self.unsent[sink]) :]
+            for source, sink in ((left, right), (right, left)):
+                reads, writes = not self.unsent[sink], bool(self.unsent[source])
+                update_selector_events(self.selector, source, self, reads, writes)
         except OSError:
             return False
-        for source, sink in ((left, right), (right, left)):
-            reads, writes = not self.unsent[sink], bool(self.unsent[source])
-            update_selector_events(self.selector, source, self, reads, writes)
         return True
 
     def close(self) -> None:

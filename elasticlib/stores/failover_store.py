@@ -27,7 +27,7 @@ from ..errors import (
 )
 from ..event_loop import EventLoop
 from ..threads import ForkAware, daemon_thread
-from .interface import CompareSetResult, Entry, Listing, Store, WatchResult
+from .interface import CancelWatch, CompareSetResult, Entry, Listing, Store, WatchResult
 from .tcp_client import TcpStore
 from .tcp_server import TcpStoreServer
 
@@ -149,7 +149,7 @@ class FailoverStore(Store, ForkAware):
         after: int,
         callback: Callable[[WatchResult], None],
         with_listing: bool = False,
-    ) -> bool:
+    ) -> CancelWatch | None:
         return self._call_current_store(
             lambda store: store.watch(
                 prefix, after=after, callback=callback, with_listing=with_listing

@@ -337,7 +337,8 @@ class FileStore(Store, ForkAware):
     In a forked child, the copy is another client.
 
     Args:
-        folder: The directory. The first operation creates it with its parents.
+        folder: The directory, in which `~` is expanded. The first operation creates it with its
+            parents.
         timeout: Seconds to wait for the lock of the directory.
 
     Raises:
@@ -347,7 +348,8 @@ class FileStore(Store, ForkAware):
     def __init__(self, folder: str | os.PathLike[str], *, timeout: float = 60.0) -> None:
         if not timeout > 0:
             raise ConfigError(f"timeout must be a positive number of seconds, got {timeout}")
-        self._path, self._timeout = Path(folder), timeout
+        # The process may change its working directory before the first operation.
+        self._path, self._timeout = Path(os.path.expanduser(folder)).absolute(), timeout
         self._closed = threading.Event()  # set by `close`
         self._check_process()
 

@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 
 POLL_INTERVAL_S = 0.02  # of the default `wait`
 
+CancelWatch = Callable[[], None]  # what `Store.watch` returns
+
 
 class Store(abc.ABC):
     """A client of a key-value store with versions, compare-and-set, leases and waits.
@@ -159,11 +161,12 @@ class Store(abc.ABC):
         after: int,
         callback: Callable[[WatchResult], None],
         with_listing: bool = False,
-    ) -> bool:
+    ) -> CancelWatch | None:
         """Call `callback` once when a key under `prefix` has changed since version `after`.
 
         The callback runs in any thread, and must not block. Its argument is True after a change,
-        and False if the client lost the watch, for example with its connection.
+        and False if the client lost the watch, for example with its connection. A watch that is not
+        needed any more must be cancelled: it occupies memory of the store until then.
 
         Args:
             prefix: The prefix of the keys.
@@ -172,11 +175,13 @@ class Store(abc.ABC):
             with_listing: The argument of the callback can also be the new listing, if it is short.
 
         Returns:
-            False if this store only offers `wait`, which is the default. The callback is not called
-            then.
+            A function that cancels the watch, for any thread and any number of calls. It raises no
+            StoreError. A call of the callback that is in progress meanwhile may still end
+            afterwards. None if this store only offers `wait`, which is the default: the callback is
+            not called then.
         """
         del prefix, after, callback, with_listing
-        return False
+        return None
 
     def try_other_endpoints(self, accept: Callable[[Store, bool], bool]) -> bool:
         """Move to another endpoint at which this store is served, if one is accepted.

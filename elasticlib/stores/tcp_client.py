@@ -27,6 +27,7 @@ from ..errors import (
     ConfigError,
     ElasticError,
     StoreConnectionError,
+    StoreError,
     StoreRejectedError,
     StoreTimeoutError,
     format_error,
@@ -35,7 +36,16 @@ from ..event_loop import EventLoop
 from ..threads import ForkAware
 from .authentication import NONCE_BYTES, check_secret
 from .connection import create_connection, enable_keepalive, numeric_address
-from .interface import CompareSetResult, Entry, Listing, Store, WatchResult, check_key, check_ttl
+from .interface import (
+    CancelWatch,
+    CompareSetResult,
+    Entry,
+    Listing,
+    Store,
+    WatchResult,
+    check_key,
+    check_ttl,
+)
 from .tcp_protocol import ClientProtocol, Frame, decode_entry, decode_error, decode_listing
 
 log = logging.getLogger("elasticlib.stores")
@@ -191,7 +201,7 @@ class TcpStore(Store, ForkAware):
         after: int,
         callback: Callable[[WatchResult], None],
         with_listing: bool = False,
-    ) -> bool:
+    ) -> CancelWatch:
         def on_reply(reply: Reply) -> None:
             result: WatchResult = False
             with contextlib.suppress(ElasticError):
@@ -205,8 +215,15 @@ class TcpStore(Store, ForkAware):
             self.event_loop.start_thread()
         except OSError as error:
             raise StoreConnectionError(f"cannot watch {self.address}: {error}") from error
-        connection.send_request("watch", fields, on_reply)
-        return True
+        number = connection.send_request("watch", fields, on_reply)
+
+        def cancel() -> None:
+            if connection.cancel(number):
+                # After an error, the connection has ended, and its watches with it.
+                with contextlib.suppress(StoreError):
+                    connection.send_request("unwatch", {"number": number}, lambda _: None)
+
+        return cancel
 
     def close(self) -> None:
         self._check_process()
@@ -396,9 +413,9 @@ class _TcpConnection:
         """Receive data until a condition is true. Return False if it is not within the timeout."""
         return self._loop.run_until(condition, timeout)
 
-    def cancel(self, number: int) -> None:
-        """Forget a request, so that its reply is ignored."""
-        self._pending.pop(number, None)
+    def cancel(self, number: int) -> bool:
+        """Forget a request, so that its reply is ignored. Return False if it had its reply."""
+        return self._pending.pop(number, None) is not None
 
     def close(self, reason: str) -> None:
         """End the connection. Requests in flight raise StoreConnectionError with the reason."""

@@ -18,13 +18,13 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import attrs
 
 from ..clock import monotonic
 from ..endpoint import join_endpoint
-from ..errors import ConfigError, StoreRejectedError
+from ..errors import ConfigError, StoreRejectedError, format_error
 from ..threads import daemon_thread
 from .authentication import NONCE_BYTES, SECRET_ENV, check_secret
 from .connection import SocketRelay, enable_keepalive, numeric_address, update_selector_events
@@ -129,6 +129,8 @@ class TcpStoreServer:
         self._secret = check_secret(secret)
         self._thread: threading.Thread | None = None  # set by `start`
         self._is_closing = threading.Event()  # set by `close`
+        self._failure = ""  # why the thread has ended, if it has failed; set by the thread
+        self._on_failure: Callable[[str], object] = lambda _: None  # set by `report_failure_to`
         # Address of torch's store, to which its clients are forwarded.
         self._torch_store: tuple[socket.AddressFamily, tuple[object, ...]] | None = None
         # The server's thread owns the following fields.
@@ -196,6 +198,20 @@ class TcpStoreServer:
         infos = address and socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
         self._torch_store = (infos[0][0], infos[0][4]) if infos else None
 
+    def report_failure_to(self, on_failure: Callable[[str], object]) -> None:
+        """Call a function with the reason if the thread of the server fails, or has failed before.
+
+        Nobody can use the store then. An error that concerns one client ends only its connection,
+        and is no failure of the server.
+
+        Args:
+            on_failure: Receives one sentence, in the thread of the server or in this one. It may be
+                called twice.
+        """
+        self._on_failure = on_failure
+        if self._failure:
+            on_failure(self._failure)
+
     @property
     def is_serving(self) -> bool:
         """True while the thread of the server is running."""
@@ -260,10 +276,13 @@ class TcpStoreServer:
         try:
             while not self._is_closing.is_set():
                 self._run_once()
-        except Exception:
-            log.exception(
-                "the store's server at %s failed: its clients are disconnected", self.address
+        except Exception as error:
+            self._failure = (
+                f"the store's server at {self.address} failed, and its clients are disconnected: "
+                f"{format_error(error)}"
             )
+            log.exception("%s", self._failure)
+            self._on_failure(self._failure)
         finally:
             for client in list(self._clients.values()):
                 self._disconnect(client)
@@ -288,7 +307,10 @@ class TcpStoreServer:
             self._disconnect(oldest)
         if now >= self._accept_again_at:
             self._accept_again_at = math.inf
-            self._set_accepting(True)
+            try:
+                self._set_accepting(True)
+            except OSError as error:
+                self._pause_accepting(error)
 
     def _select_timeout(self, now: float) -> float:
         if self._space.has_notifications:
@@ -306,7 +328,7 @@ class TcpStoreServer:
             if isinstance(key.data, _ClientConnection):
                 client = key.data
                 if events & selectors.EVENT_READ and client.number in self._clients:
-                    self._receive(client)
+                    self._receive_or_disconnect(client)
                 if events & selectors.EVENT_WRITE and client.number in self._clients:
                     self._unflushed.add(client)
             elif isinstance(key.data, SocketRelay):
@@ -329,20 +351,36 @@ class TcpStoreServer:
             except (BlockingIOError, ConnectionError):
                 return
             except OSError as error:
-                # For example, no descriptor is left. The listener stays readable, so it is ignored
-                # for a while. Half of the unauthenticated clients are disconnected.
-                log.warning(
-                    "the store's server at %s cannot accept a connection, retrying in %g s: %s",
-                    *(self.address, ACCEPT_RETRY_DELAY_S, error),
-                )
-                for client in list(self._unauthenticated)[: len(self._unauthenticated) // 2 + 1]:
-                    self._disconnect(client)
-                self._set_accepting(False)
-                self._accept_again_at = monotonic() + ACCEPT_RETRY_DELAY_S
+                self._pause_accepting(error)
                 return
-            self._add_client(connection)
+            try:
+                self._add_client(connection)
+            except OSError as error:
+                connection.close()
+                self._pause_accepting(error)
+                return
+
+    def _pause_accepting(self, error: OSError) -> None:
+        """Accept no connection for a while, and disconnect half of the unauthenticated clients.
+
+        For example, no descriptor is left, or the kernel watches no more of them for this user. The
+        listener stays readable, so it has to be ignored.
+        """
+        log.warning(
+            "the store's server at %s cannot accept a connection, retrying in %g s: %s",
+            *(self.address, ACCEPT_RETRY_DELAY_S, error),
+        )
+        for client in list(self._unauthenticated)[: len(self._unauthenticated) // 2 + 1]:
+            self._disconnect(client)
+        self._set_accepting(False)
+        self._accept_again_at = monotonic() + ACCEPT_RETRY_DELAY_S
 
     def _add_client(self, connection: socket.socket) -> None:
+        """Serve a new connection.
+
+        Raises:
+            OSError: The kernel cannot watch the connection.
+        """
         connection.setblocking(False)
         limits = self._limits
         try:
@@ -354,9 +392,9 @@ class TcpStoreServer:
         protocol = ServerProtocol(self.job, self._secret, nonce, limits.max_frame_bytes)
         deadline = monotonic() + limits.handshake_timeout_s
         client = _ClientConnection(next(self._numbers), connection, protocol, deadline)
+        self._selector.register(connection, selectors.EVENT_READ, client)
         self._clients[client.number] = client
         self._unauthenticated[client] = None
-        self._selector.register(connection, selectors.EVENT_READ, client)
         if len(self._clients) > self._max_clients:
             oldest = self._oldest_unauthenticated()
             if oldest is not None and oldest is not client:
@@ -370,6 +408,18 @@ class TcpStoreServer:
         return next(iter(self._unauthenticated), None)
 
     # -- requests and replies -----------------------------------------------------------------
+
+    def _receive_or_disconnect(self, client: _ClientConnection) -> None:
+        """Execute the requests of one client. An error there must not end the other clients."""
+        try:
+            self._receive(client)
+        except Exception as error:
+            log.exception(
+                "disconnected client %s, whose request failed: %s",
+                *(client.protocol.label, format_error(error)),
+            )
+            if client.number in self._clients:
+                self._disconnect(client)
 
     def _receive(self, client: _ClientConnection) -> None:
         try:
@@ -419,16 +469,15 @@ class TcpStoreServer:
             return False
         buffer = client.protocol.send_buffer
         try:
-            if buffer:
-                del buffer[: client.socket.send(buffer)]
-        except BlockingIOError:
-            pass
+            with contextlib.suppress(BlockingIOError):
+                if buffer:
+                    del buffer[: client.socket.send(buffer)]
+            if client.awaits_write != bool(buffer):
+                client.awaits_write = bool(buffer)
+                update_selector_events(self._selector, client.socket, client, True, bool(buffer))
         except OSError:
             self._disconnect(client)
             return False
-        if client.awaits_write != bool(buffer):
-            client.awaits_write = bool(buffer)
-            update_selector_events(self._selector, client.socket, client, True, bool(buffer))
         return self._enforce_client_limit(client)
 
     # -- limits -------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from ..clock import monotonic
 from ..errors import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
+from ..rendezvous.blame import FailureKind
 from ..rendezvous.interface import ChangeKind
 from .rendezvous_cluster import Cluster, HandlerNode, raises_closed
 from .rendezvous_cluster import HandlerRequest as HandlerRequest
@@ -236,5 +237,5 @@ class RendezvousContract:
 
     def _report_failure(self, node: HandlerNode) -> None:
         """Report a failure of the workers. Skip the test if the handler does not support this."""
-        if not node.handler.report_failure("failure reported by the test", killed=True):
+        if not node.handler.report_failure("failure reported by the test", kind=FailureKind.KILLED):
             pytest.skip("no report_failure: the agents count failures themselves")

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from ..errors import RendezvousClosedError
+from ..rendezvous.blame import FailureKind
 from ..rendezvous.interface import RendezvousInfo
 from .rendezvous_cluster import POLL_INTERVAL_S, Cluster, HandlerNode, run_in_thread
 from .waiting import wait_until
@@ -134,7 +135,9 @@ class RendezvousMachine(RuleBasedStateMachine):
         failed = candidates[index % len(candidates)]
         failed.num_failures += 1
         # Consecutive quick failures delay a restart, unless the workers were killed.
-        if failed.node.handler.report_failure("failure reported by the test", killed=True):
+        if failed.node.handler.report_failure(
+            "failure reported by the test", kind=FailureKind.KILLED
+        ):
             self._wait_until_settled(after=generation)
 
     @precondition(lambda self: self._agents)

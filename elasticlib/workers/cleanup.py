@@ -29,6 +29,15 @@ def stat_fields(pid: int) -> list[bytes]:
         return file.read().rpartition(b")")[2].split()
 
 
+def process_name(pid: int) -> str:
+    """Return the name of a process, or "exited" if there is no process of this pid any more."""
+    try:
+        with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
+            return file.read().strip()
+    except OSError:
+        return "exited"
+
+
 def process_start_ticks(pid: int) -> int:
     """Return when a process was started, in clock ticks since boot, or 0 if there is no process.
 

@@ -28,6 +28,8 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
+from ..numpy_warning import missing_numpy_ignored
+from .late_variables import record_reads, warn_about_late_changes
 from .supervisor_protocol import (
     MAX_REASON_CHARS,
     NUM_DESCRIPTORS,
@@ -77,12 +79,18 @@ def serve(first: int, second: int, directory: str, preload: Sequence[str]) -> li
     before = dict(os.environ)
     dispositions = _ignore_worker_signals()
     server = _ForkServer(socket.socket(fileno=first), socket.socket(fileno=second), dispositions)
-    # An error in the user's modules is reported before torch is imported, which takes seconds.
-    problem = _import_preload(directory, preload) or _fork_safety_error() or _import_modules(TORCH)
-    server.report_ready(problem)
-    job = server.answer_requests()
+    read_variables: set[str] = set()
+    with record_reads(read_variables):
+        # An error in the user's modules is reported before torch is imported, which takes seconds.
+        with missing_numpy_ignored():
+            problem = _import_preload(directory, preload) or _fork_safety_error()
+            problem = problem or _import_modules(TORCH)
+        server.report_ready(problem)
+        job = server.answer_requests()
     _rename_process(process_name)
-    return _become_like_new_interpreter(job, before, _variables_changed_since(before))
+    program = _become_like_new_interpreter(job, before, _variables_changed_since(before))
+    warn_about_late_changes(read_variables)
+    return program
 
 
 class _ForkServer:

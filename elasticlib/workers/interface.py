@@ -127,7 +127,8 @@ class Workers(abc.ABC):
     def reap(self, local_rank: int) -> WorkerExit:
         """Return how a worker exited, and free its resources. Called once, after `on_exit`.
 
-        No process that the worker started is left when this returns.
+        Processes that the worker has started are killed before the next start of workers. If it
+        has succeeded, they run until then, or until `close`.
         """
 
     @abc.abstractmethod
@@ -149,6 +150,20 @@ class Workers(abc.ABC):
         No worker is started afterwards. What the workers stored in memory exists until `close`.
         """
 
+    def wait_for_background_processes(  # noqa: B027 - optional
+        self, timeout_s: float, is_cancelled: Callable[[], object]
+    ) -> None:
+        """Wait for the end of processes that workers have started which have succeeded.
+
+        The agent calls this at the end of a job that has succeeded, so that an upload that a script
+        has started in the background is not cut.
+
+        Args:
+            timeout_s: the limit of the wait, in seconds.
+            is_cancelled: returns a true value once the wait must end. It is called repeatedly, at
+                least every second.
+        """
+
     @abc.abstractmethod
     def close(self) -> None:
         """Free everything, and leave no process running. A second call does nothing."""
@@ -164,6 +179,13 @@ class Workers(abc.ABC):
             notice. The agent then stops all workers at once.
         """
         del notice
+        return False
+
+    def takes_notices(self) -> bool:
+        """Return whether a worker has called `should_stop`, in this or an earlier generation.
+
+        Then SIGTERM to the agent is a drain at any time, also while no worker can receive a notice.
+        """
         return False
 
     def earliest_stop_call(self) -> int | None:
@@ -190,6 +212,15 @@ class Workers(abc.ABC):
         The values exist until the next start, and after `close`.
         """
         return self.heartbeats()
+
+    def ending_workers(self) -> Mapping[int, WorkerExit]:
+        """Return the workers whose program has ended and whose process still exists.
+
+        Returns:
+            What is known of their exits, by local rank, with `is_still_exiting`. The exit code is
+            0 if the program has succeeded. The default is empty: such workers are not noticed.
+        """
+        return {}
 
     def dump_stacks(self, local_ranks: Collection[int], *, save: bool = False) -> Mapping[int, str]:
         """Return the Python stacks of these workers, at least of their main threads. Thread-safe.

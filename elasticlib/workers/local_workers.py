@@ -18,12 +18,13 @@ from typing import Any
 
 import attrs
 
-from ..clock import monotonic
+from ..clock import monotonic, wall
 from ..errors import WorkerStartError, require_not_none
 from ..event_loop import EventLoop
+from ..rendezvous.blame import find_cause
 from ..threads import daemon_thread
 from . import stack_dump
-from .cleanup import signal_worker
+from .cleanup import process_name, signal_worker, stat_fields
 from .error_file import FailureReport, read_failure_report, remove_exit_file
 from .exits import WorkerExit
 from .interface import Heartbeat, StopNotice, Workers
@@ -56,7 +57,10 @@ KILL_TIMEOUT_S = 5.0  # limit for the exits of workers after SIGKILL
 # Limit for killing the children of exited workers before others are started. The supervisor needs
 # up to 2 s for workers that exited together, and as long for those that exited before.
 CLEAN_TIMEOUT_S = 10.0
+BACKGROUND_POLL_INTERVAL_S = 0.1  # between two lists of what succeeded workers have started
 RESULT_FILE = "result.pickle"
+_STAT_FLAGS = 6  # position of the flags in `stat_fields`
+_PF_EXITING = 0x4  # the flag of a process that ends
 
 
 @attrs.define
@@ -66,6 +70,7 @@ class _Process:
     output: WorkerOutput
     directory: Path
     error_file: Path
+    ending: WorkerExit | None = None  # what is known while it exits; None until its program ends
     # The value of a function, and why it cannot be read; None until it has been read.
     result: tuple[Any, str] | None = None
 
@@ -97,6 +102,14 @@ def program_of(entrypoint: Entrypoint, local_rank: int, directory: Path) -> tupl
     if not isinstance(entrypoint, Command):
         raise TypeError(f"a worker is a script, module, function or command: {entrypoint!r}")
     return ("command", entrypoint.program, *args)
+
+
+def _is_exiting(pid: int) -> bool:
+    """Return whether the kernel is ending this process, which takes long if it has much memory."""
+    try:
+        return bool(int(stat_fields(pid)[_STAT_FLAGS]) & _PF_EXITING)
+    except OSError:
+        return True
 
 
 class LocalWorkers(Workers):
@@ -151,7 +164,9 @@ class LocalWorkers(Workers):
         self._channels = WorkerChannels()
         self.snapshot_dir = SnapshotDir(self._supervisor)
         self._processes: dict[int, _Process] = {}  # that have not been reaped, by local rank
-        self._stop_was_requested = False  # since the last start
+        # When each worker was first asked to stop, by local rank, by the wall clock; infinity if it
+        # was already exiting. Since the last start.
+        self._stop_requested_at: dict[int, float] = {}
         self._sent_signals: set[tuple[int, int]] = set()  # local rank and signal, since then
         self._oom_kill_count: int | None = None  # of this machine or cgroup at the last start
 
@@ -173,6 +188,7 @@ class LocalWorkers(Workers):
     # -- the start -------------------------------------------------------------------------------
 
     def prepare(self, spec: WorkerSpec) -> None:
+        self.snapshot_dir.start_cleaning()
         self._launcher.prepare(spec, self._environment, count_usable_cpus())
 
     def wait_until_prepared(self) -> None:
@@ -183,6 +199,7 @@ class LocalWorkers(Workers):
             self.event_loop.start_thread()
             self.prepare(group.spec)
             self.wait_until_prepared()
+            self._kill_background_processes("before workers start again")
             is_clean = self._supervisor.wait_until_clean(CLEAN_TIMEOUT_S)
         except OSError as error:
             raise WorkerStartError(f"cannot prepare the start of workers: {error}") from error
@@ -194,7 +211,7 @@ class LocalWorkers(Workers):
         everyone = (*group.workers, *group.standby_workers)
         stay = {worker.local_rank for worker in everyone}
         self._processes = {n: one for n, one in self._processes.items() if n in stay}
-        self._stop_was_requested = False
+        self._stop_requested_at.clear()
         self._sent_signals.clear()
         self._channels.start_group()
         self._oom_kill_count = read_oom_kill_count()
@@ -318,12 +335,15 @@ class LocalWorkers(Workers):
         process.output.wait_flushed()
         report = read_failure_report(process.error_file)
         remove_exit_file(process.error_file)
+        is_stopped = self._stopped_before_failure(process, report)
         found = WorkerExit(
             local_rank,
             process.worker.rank,
             process.pid,
             returncode=returncode,
-            stop_was_requested=self._stop_was_requested,
+            stop_was_requested=is_stopped,
+            failed_before_stop=not is_stopped,
+            code_in_progress=report.exit_code,
             signal_sent_by_agent=(local_rank, -returncode) in self._sent_signals,
         )
         if returncode == 0:
@@ -335,36 +355,60 @@ class LocalWorkers(Workers):
         self, found: WorkerExit, process: _Process, report: FailureReport
     ) -> WorkerExit:
         """Return the exit with all that is known about the cause of the failure."""
-        at = min(report.failed_at, process.process.exited_at)
-        return attrs.evolve(
+        found = attrs.evolve(
             self._with_message(found, process, report),
             stderr_tail=process.output.tail(),
             out_of_memory=oom_kill_count_rose(self._oom_kill_count, read_oom_kill_count()),
-            failed_at=at,
-            # Peers of a killed worker may have failed, and reported that, before the agent noticed.
-            preceding_failure=None
-            if self._stop_was_requested or found.failed_independently
-            else self._first_reported_failure(before=at),
+            failed_at=min(report.failed_at, process.process.exited_at),
         )
+        if found.stop_was_requested:
+            return found
+        cause = find_cause((found, *self._failures_in_progress()))
+        return found if cause is found else attrs.evolve(found, preceding_failure=cause)
 
-    def _first_reported_failure(self, before: float) -> WorkerExit | None:
-        """Return the first failure before this time that a worker reported and still exits from.
+    def _stopped_before_failure(self, process: _Process, report: FailureReport) -> bool:
+        """Return whether the agent had asked the worker to stop before it failed or exited."""
+        requested_at = self._stop_requested_at.get(process.worker.local_rank, float("inf"))
+        failed_at = report.failed_at if report.ends_process else float("inf")
+        return requested_at <= min(failed_at, process.process.exited_at)
+
+    def _failures_in_progress(self) -> list[WorkerExit]:
+        """Return the failures that workers have reported and still exit from.
 
         A failing process needs time to exit. Its peers may notice the failure and exit before it.
         """
         found = []
-        for local_rank, process in self._processes.items():
+        for process in self._processes.values():
             report = read_failure_report(process.error_file)
-            if report.ends_process and report.failed_at < before:
-                who = (local_rank, process.worker.rank, process.pid)
-                exit_ = WorkerExit(
-                    *who,
-                    returncode=report.exit_code or 1,
-                    failed_at=report.failed_at,
-                    is_still_exiting=True,
-                )
-                found.append(self._with_message(exit_, process, report))
-        return min(found, key=lambda exit_: exit_.failed_at, default=None)
+            if report.ends_process:
+                found.append(self._failure_in_progress(process, report))
+        return found
+
+    def _failure_in_progress(self, process: _Process, report: FailureReport) -> WorkerExit:
+        exit_ = WorkerExit(
+            process.worker.local_rank,
+            process.worker.rank,
+            process.pid,
+            returncode=report.exit_code or 1,
+            failed_at=report.failed_at,
+            is_still_exiting=True,
+        )
+        return self._with_message(exit_, process, report)
+
+    def ending_workers(self) -> Mapping[int, WorkerExit]:
+        ending = {}
+        for local, has_failed in self._channels.ended_programs().items():
+            process = self._processes.get(local)
+            if process is None:
+                continue
+            if process.ending is None and has_failed:
+                report = read_failure_report(process.error_file)
+                process.ending = self._failure_in_progress(process, report)
+            elif process.ending is None:
+                who = (local, process.worker.rank, process.pid)
+                process.ending = WorkerExit(*who, returncode=0, is_still_exiting=True)
+            ending[local] = process.ending
+        return ending
 
     def _with_message(
         self, found: WorkerExit, process: _Process, report: FailureReport
@@ -402,8 +446,12 @@ class LocalWorkers(Workers):
 
     def notify(self, notice: StopNotice) -> bool:
         is_received = self._channels.notify(notice)
-        self._stop_was_requested = self._stop_was_requested or is_received
+        if is_received:
+            self._note_stop(self._processes)
         return is_received
+
+    def takes_notices(self) -> bool:
+        return self._channels.takes_notices()
 
     def earliest_stop_call(self) -> int | None:
         return self._channels.earliest_stop_call()
@@ -429,13 +477,20 @@ class LocalWorkers(Workers):
         return stacks
 
     def stop(self, local_ranks: Collection[int], *, force: bool = False) -> None:
-        self._stop_was_requested = self._stop_was_requested or bool(local_ranks)
+        self._note_stop(local_ranks)
         # A worker that is stopped (SIGSTOP, a debugger) receives SIGTERM only after SIGCONT.
         for number in (signal.SIGKILL,) if force else (signal.SIGTERM, signal.SIGCONT):
             for local_rank in local_ranks:
                 if local_rank in self._processes:
                     self._sent_signals.add((local_rank, number))
                     signal_worker(self._processes[local_rank].pid, number)
+
+    def _note_stop(self, local_ranks: Iterable[int]) -> None:
+        """Note that these workers are asked to stop, except those that are exiting already."""
+        for local_rank in local_ranks:
+            if local_rank in self._processes and local_rank not in self._stop_requested_at:
+                is_exiting = _is_exiting(self._processes[local_rank].pid)
+                self._stop_requested_at[local_rank] = float("inf") if is_exiting else wall()
 
     def kill_and_wait(self) -> None:
         self.stop(list(self._processes), force=True)
@@ -452,8 +507,33 @@ class LocalWorkers(Workers):
                 )
                 del self._processes[local_rank]
 
+    def wait_for_background_processes(
+        self, timeout_s: float, is_cancelled: Callable[[], object]
+    ) -> None:
+        deadline = monotonic() + timeout_s
+        left = self._supervisor.background_processes()
+        if left:
+            log.info(
+                "the workers of this node have succeeded; waiting up to %g s for processes that "
+                "they have started: %s",
+                *(timeout_s, ", ".join(f"{pid} ({process_name(pid)})" for pid in left)),
+            )
+        while left and monotonic() < deadline:
+            if self.event_loop.run_until(is_cancelled, BACKGROUND_POLL_INTERVAL_S):
+                return
+            left = self._supervisor.background_processes()
+
+    def _kill_background_processes(self, when: str) -> None:
+        if killed := self._supervisor.kill_background_processes():
+            log.warning(
+                "killed processes that workers of this node had started, and that still ran %s: "
+                "%s; a script that waits for them before it ends loses none of their work",
+                *(when, ", ".join(map(str, killed))),
+            )
+
     def close(self) -> None:
         self.kill_and_wait()
+        self._kill_background_processes("at the end")
         self._output_thread.close()
         self._channels.close_all()
         self.snapshot_dir.remove()

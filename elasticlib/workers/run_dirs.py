@@ -1,4 +1,8 @@
-"""Directories of an agent: the log directory of a run, and the directory of snapshots in memory."""
+"""Directories of an agent: the log directory of a run, and the directory of snapshots in memory.
+
+The agent locks a temporary directory for as long as it uses it. If all processes of a node are
+killed together, nothing of them can remove the directory, so the next agent of the user does.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +12,29 @@ import os
 import shutil
 import stat
 import tempfile
+import threading
 from collections.abc import Collection
 from pathlib import Path
 
-from ..dir_lock import DirLock, try_lock_dir
+from ..dir_lock import DirLock, close_lock, is_locked, try_lock_dir
 from ..errors import ConfigError, format_error
+from ..threads import daemon_thread, start_thread
 from .supervisor_client import SupervisorClient
 
 log = logging.getLogger("elasticlib.workers")
+
+SHARED_MEMORY = "/dev/shm"
+MEMORY_PREFIX = "elasticlib-memory-"
+RUN_PREFIX = "elasticlib-workers-"
+UNLOCKED_PREFIX = "."  # A directory has this name until it is locked, and is not abandoned then.
+REMOVE_TIMEOUT_S = 10.0  # The first workers wait so long until abandoned memory is free.
 
 
 class RunDir:
     """The directory `<log_dir>/<run_id>_<random>`, with a directory for each worker and attempt.
 
-    It is created when it is first needed. Unless it is kept, it contains only the last attempt, and
-    is removed when the agent exits or is killed.
+    It is created when it is first needed. Unless it is kept, it contains only the last attempt, is
+    named `elasticlib-workers-<random>`, and is removed when the agent exits or is killed.
     """
 
     def __init__(
@@ -30,10 +42,11 @@ class RunDir:
     ) -> None:
         self._supervisor = supervisor
         # The path is absolute because workers may change their working directory.
-        self._log_dir = None if log_dir is None else os.path.abspath(log_dir)
+        self._log_dir = None if log_dir is None else os.path.abspath(os.path.expanduser(log_dir))
         self._run_id = run_id
         self.kept = kept
         self._path: Path | None = None  # once the directory has been created
+        self._lock: DirLock | None = None  # of a directory that is not kept
 
     @property
     def path(self) -> Path:
@@ -44,25 +57,29 @@ class RunDir:
             OSError: the supervisor process cannot be started.
         """
         if self._path is None:
-            path = self._create()
-            self._path = Path(path)
+            self._path = self._create()
             if not self.kept:
-                self._supervisor.add_directory(path)
+                self._supervisor.add_directory(str(self._path))
         return self._path
 
-    def _create(self) -> str:
+    def _create(self) -> Path:
         try:
+            if not self.kept:
+                path, self._lock = _create_locked(RUN_PREFIX)
+                return path
             if self._log_dir is not None:
                 os.makedirs(self._log_dir, exist_ok=True)
             safe = self._run_id.replace(os.sep, "_")
-            return tempfile.mkdtemp(prefix=f"{safe}_", dir=self._log_dir)
+            return Path(tempfile.mkdtemp(prefix=f"{safe}_", dir=self._log_dir))
         except OSError as error:
+            # `tempdir` is None if no directory is usable.
+            where = self._log_dir or tempfile.tempdir or os.environ.get("TMPDIR") or "/tmp"
             name = "TMPDIR" if self._log_dir is None else "log_dir (--log-dir)"
             other = " (or set log_dir, --log-dir)" if self._log_dir is None else ""
             raise ConfigError(
-                "cannot create the log directory of this run in "
-                f"{self._log_dir or tempfile.tempdir!r}: {error.strerror}; {name} must name a "
-                f"directory that exists and is writable for as long as the job runs{other}"
+                f"cannot create the log directory of this run in {where!r}: {error.strerror}; "
+                f"{name} must name a directory that exists and is writable for as long as the job "
+                f"runs{other}"
             ) from error
 
     @property
@@ -87,19 +104,17 @@ class RunDir:
         """Remove the directory unless it is kept."""
         if self._path is not None and not self.kept:
             shutil.rmtree(self._path, ignore_errors=True)
+            close_lock(self._lock)
             self._supervisor.remove_directory(str(self._path))
-            self._path = None
-
-
-SHARED_MEMORY = "/dev/shm"
-PREFIX = "elasticlib-memory-"
+            self._path = self._lock = None
 
 
 class SnapshotDir:
     """A directory in memory for the snapshots of all attempts.
 
     It is created when it is first needed, and removed when the agent exits or is killed. If another
-    program removes it, for example logind when its user logs out, it is created again.
+    program removes it, for example logind when its user logs out, it is created again. If all
+    processes of the node are killed together, the next agent of the same user removes it.
     """
 
     def __init__(self, supervisor: SupervisorClient) -> None:
@@ -108,6 +123,13 @@ class SnapshotDir:
         self._inode = 0  # of that directory
         self._lock: DirLock | None = None  # locked as long as the directory is in use
         self._has_warned = False  # that the directory cannot be created
+        self._cleaner: threading.Thread | None = None  # once `start_cleaning` was called
+
+    def start_cleaning(self) -> None:
+        """Start a thread that removes abandoned directories. Only the first call does this."""
+        if self._cleaner is None:
+            self._cleaner = daemon_thread(remove_abandoned_dirs, "agent-cleans-up")
+            start_thread(self._cleaner)
 
     def attempt_dir(self, number: int) -> Path | None:
         """Return the directory of an attempt, or None if it cannot be created.
@@ -129,6 +151,8 @@ class SnapshotDir:
             return None
 
     def _create_attempt_dir(self, number: int) -> Path:
+        if self._cleaner is not None and self._cleaner.is_alive():
+            self._cleaner.join(REMOVE_TIMEOUT_S)
         parent = self._path
         if parent is None or _inode_of(parent) != self._inode:
             parent = self._create(parent)
@@ -145,7 +169,8 @@ class SnapshotDir:
         path, self._path = self._path, None
         if path is not None:
             shutil.rmtree(path, ignore_errors=True)
-            self._unlock()
+            close_lock(self._lock)
+            self._lock = None
             self._supervisor.remove_directory(str(path))
 
     def _create(self, path: Path | None) -> Path:
@@ -164,26 +189,65 @@ class SnapshotDir:
             if not _inode_of(path):
                 self._supervisor.remove_directory(str(path))
                 path = None
-        path = path or _create_in_memory()
-        self._unlock()
-        self._path, self._inode, self._lock = path, _inode_of(path), try_lock_dir(path)
+        close_lock(self._lock)
+        if path is None:
+            path, self._lock = _create_in_memory()
+        else:
+            self._lock = try_lock_dir(path)
+        self._path, self._inode = path, _inode_of(path)
         self._supervisor.add_directory(str(path))
         return path
 
-    def _unlock(self) -> None:
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            lock.close()
+
+def remove_abandoned_dirs() -> None:
+    """Remove the directories of agents of this user that were killed with all their processes.
+
+    A running agent has locked its directories. Other PID namespaces see the lock, and not the
+    agent: containers may share `/dev/shm`.
+    """
+    num_bytes, removed = 0, []
+    for parent in {SHARED_MEMORY, tempfile.gettempdir()}:
+        for path in (*Path(parent).glob(f"{MEMORY_PREFIX}*"), *Path(parent).glob(f"{RUN_PREFIX}*")):
+            with contextlib.suppress(OSError):  # Another agent may remove it at the same time.
+                if _inode_of(path) and is_locked(path) is False:
+                    num_bytes += _remove_abandoned(path)
+                    removed.append(str(path))
+    if removed:
+        log.info(
+            "removed %.1f GiB of files that killed agents have left: %s",
+            *(num_bytes / (1 << 30), ", ".join(sorted(removed))),
+        )
 
 
-def _create_in_memory() -> Path:
+def _remove_abandoned(path: Path) -> int:
+    """Remove a directory with its lock file last, and return how many bytes its files occupied.
+
+    If this process is killed before the end, another agent still sees that the directory is
+    abandoned.
+    """
+    num_bytes = sum(file.lstat().st_blocks * 512 for file in path.rglob("*"))
+    for folder in path.iterdir():
+        if folder.is_dir():
+            shutil.rmtree(folder)
+    shutil.rmtree(path)
+    return num_bytes
+
+
+def _create_in_memory() -> tuple[Path, DirLock | None]:
     """Create a directory in shared memory, or in TMPDIR if shared memory cannot be used."""
     usable = os.access(SHARED_MEMORY, os.W_OK | os.X_OK)
     try:
-        return Path(tempfile.mkdtemp(prefix=PREFIX, dir=SHARED_MEMORY if usable else None))
+        return _create_locked(MEMORY_PREFIX, SHARED_MEMORY if usable else None)
     except OSError:
         # Shared memory may be full of tensors from DataLoaders.
-        return Path(tempfile.mkdtemp(prefix=PREFIX))
+        return _create_locked(MEMORY_PREFIX)
+
+
+def _create_locked(prefix: str, parent: str | None = None) -> tuple[Path, DirLock | None]:
+    """Create and lock a directory, by default in TMPDIR. It appears under its name when locked."""
+    new = Path(tempfile.mkdtemp(prefix=UNLOCKED_PREFIX + prefix, dir=parent))
+    lock = try_lock_dir(new)
+    return new.rename(new.with_name(new.name.removeprefix(UNLOCKED_PREFIX))), lock
 
 
 def _inode_of(path: Path) -> int:

@@ -35,6 +35,7 @@ from ..untrusted import open_regular_file
 from . import stack_dump
 from .cleanup import stat_fields
 from .error_file import install_exception_hooks, record_exception
+from .worker_channel import CHANNEL_ENV, report_program_end
 
 if TYPE_CHECKING:
     from .spec import Function
@@ -56,6 +57,7 @@ def run_program(error_file: str, kind: str, name: str, *args: str) -> NoReturn:
         args: The arguments of the program, or the file for the function's return value.
     """
     main = _replace_main_module()
+    channel = os.environ.get(CHANNEL_ENV, "")
     try:
         install_exception_hooks(error_file)
         stack_dump.install_dump_handler()
@@ -68,7 +70,10 @@ def run_program(error_file: str, kind: str, name: str, *args: str) -> NoReturn:
         code = 0
     except BaseException as error:
         record_exception(error)
+        if not isinstance(error, SystemExit):
+            report_program_end(channel, has_failed=True)  # a hook may block while it is shown
         code = _report_exception(error)
+    report_program_end(channel, has_failed=code != 0)
     exit_process(code)
 
 
@@ -101,7 +106,19 @@ def _set_process_title(*command: str) -> None:
 
 def _prepend_sys_path(directory: str) -> None:
     if not getattr(sys.flags, "safe_path", False):
-        sys.path.insert(0, directory)
+        _insert_path(directory)
+
+
+def _insert_path(path: str) -> None:
+    """Put the directory or archive of the program in front of the import path.
+
+    A program may have a module `attr` of its own. elasticlib has imported that of attrs, which has
+    the same name and which torch and Python do not import. elasticlib itself imports `attrs`, which
+    stays imported together with the submodules of `attr`.
+    """
+    sys.path.insert(0, path)
+    if importlib.machinery.PathFinder.find_spec("attr", [path]) is not None:
+        sys.modules.pop("attr", None)
 
 
 def _run_script(main: types.ModuleType, path: str, args: tuple[str, ...]) -> None:
@@ -109,7 +126,7 @@ def _run_script(main: types.ModuleType, path: str, args: tuple[str, ...]) -> Non
     _set_process_title(path, *args)
     if pkgutil.get_importer(path) is not None:
         # A directory or an archive with a __main__ module.
-        sys.path.insert(0, path)
+        _insert_path(path)
         runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]
         return
     _prepend_sys_path(os.path.dirname(os.path.realpath(path)))

@@ -35,7 +35,7 @@ ASSIGNMENT_VARIABLES = (
 SNAPSHOTS_ENV = "ELASTICLIB_SNAPSHOTS"  # holds the directory of a worker's snapshots in memory
 
 # Workers do not use the job's store, so they do not get its secret. A launch inside a worker must
-# not get the agent's ports and signals.
+# not get the agent's ports and signals. The node check does not get them either.
 AGENT_ONLY_VARIABLES = frozenset(
     {
         SECRET,

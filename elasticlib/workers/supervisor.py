@@ -8,8 +8,10 @@ standard library, so no module of the user can block it. It ignores all signals.
   that imports torch. If it does not answer in time, the request is served by a new interpreter
   instead; no other worker is affected.
 - **Exits.** It reports an exit code to the agent at once. A child process then kills the rest of
-  the worker's session, because it has to list all processes of the machine. The worker is reaped
-  when its session is clean and the agent has released it, so its pid is not reused before.
+  the worker's session, because it has to list all processes of the machine. The session of a worker
+  that has succeeded is left until the agent requests its end, because what the worker has started,
+  such as an upload, may still have work to do. The worker is reaped when its session is clean and
+  the agent has released it, so its pid is not reused before.
 - **Cleanup.** When the agent has exited or was killed, the supervisor kills the sessions of all
   remaining processes, and removes the directories that the agent has registered.
 - **Parent-death signals.** The kernel kills the fork servers and executed programs if the
@@ -62,6 +64,7 @@ class _Worker:
         self.start_ticks = start_ticks or process_start_ticks(pid)
         self.is_child = True  # of the supervisor, and not of a fork server
         self.has_exited = False
+        self.is_lingering = False  # it has succeeded, and its session may go on
         self.is_clean = False  # nothing is left of its session
         self.is_released = False  # the agent does not use its number any more
 
@@ -121,7 +124,7 @@ class Supervisor:
         self._server_request: list[int] = []  # descriptors, to start the server again if it is lost
         self._num_forks = 0
         self._unclean: list[tuple[int, int, _Worker | None]] = []  # sessions: pid, start ticks
-        self._being_cleaned: list[_Worker | None] = []
+        self._being_cleaned: list[tuple[int, int, _Worker | None]] = []  # of `_cleaner_pid`
         self._cleaner_pid = 0  # of the child process that kills sessions, if there is one
         self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  # readable after SIGCHLD
         self._signals: dict[int, signal.Handlers] = {}  # what each signal does in a new process
@@ -209,6 +212,10 @@ class Supervisor:
                 if worker := self._workers.get(message["id"]):
                     worker.is_released = True
                     self._reap_if_done(worker)
+            case "clean":
+                worker = self._workers.get(message["id"])
+                if worker is not None and worker.is_lingering:
+                    self._kill_session(worker)
             case "adopt":
                 worker = _Worker(message["id"], message["pid"], message["start_ticks"])
                 worker.is_child = False
@@ -436,18 +443,34 @@ class Supervisor:
             if all(link.is_lost for link in server.links) and os.waitpid(server.pid, os.WNOHANG)[0]:
                 self._unclean.append((server.pid, server.start_ticks, None))
                 self._servers.remove(server)
-        if self._cleaner_pid and os.waitpid(self._cleaner_pid, os.WNOHANG)[0]:
-            self._cleaner_pid = 0
-            for worker in filter(None, self._being_cleaned):
+        if self._cleaner_pid:
+            pid, exit_status = os.waitpid(self._cleaner_pid, os.WNOHANG)
+            if pid:
+                self._on_cleaner_exit(exit_status)
+
+    def _on_cleaner_exit(self, status: int) -> None:
+        sessions, self._being_cleaned, self._cleaner_pid = self._being_cleaned, [], 0
+        if status:
+            # It was killed before it had killed all processes, so another one begins again.
+            self._unclean += sessions
+            return
+        for _, _, worker in sessions:
+            if worker is not None:
                 worker.is_clean = True
                 self._agent.send({"event": "clean", "id": worker.id})
                 self._reap_if_done(worker)
 
     def _on_exit(self, worker: _Worker, code: int) -> None:
         worker.has_exited = True
+        worker.is_lingering = code == 0
+        self._agent.send({"event": "exited", "id": worker.id, "code": code, "at": wall()})
+        if not worker.is_lingering:
+            self._kill_session(worker)
+
+    def _kill_session(self, worker: _Worker) -> None:
+        worker.is_lingering = False
         if process_start_ticks(worker.pid) == worker.start_ticks:
             signal_group(worker.pid, signal.SIGKILL)
-        self._agent.send({"event": "exited", "id": worker.id, "code": code, "at": wall()})
         self._unclean.append((worker.pid, worker.start_ticks, worker))
 
     def _fork_session_killer(self) -> None:
@@ -458,12 +481,12 @@ class Supervisor:
         if self._cleaner_pid or not self._unclean:
             return
         sessions, self._unclean = self._unclean, []
-        self._being_cleaned = [worker for _, _, worker in sessions]
         try:
             self._cleaner_pid = os.fork()
         except OSError:
             self._unclean = sessions
             return
+        self._being_cleaned = sessions
         if self._cleaner_pid == 0:
             with contextlib.suppress(BaseException):
                 # The agent must notice the end of the supervisor, even while this process runs.

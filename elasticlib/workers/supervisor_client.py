@@ -17,6 +17,7 @@ from typing import Any
 from ..clock import monotonic, wall
 from ..errors import WorkerStartError, require_not_none
 from ..event_loop import EventLoop
+from .cleanup import session_processes
 from .fork_server import DEFERRED_IMPORTS
 from .supervisor_protocol import Connection, Message, socket_pair, write_job
 
@@ -181,12 +182,38 @@ class SupervisorClient:
     def wait_until_clean(self, timeout: float) -> bool:
         """Wait until the sessions of exited workers have no processes.
 
+        Those of workers that have succeeded go on until `kill_background_processes`.
+
         Returns:
             True if they have none, False after the timeout in seconds.
         """
         return self._loop.run_until(
             lambda: not any(one.has_exited for one in list(self._processes.values())), timeout
         )
+
+    def background_processes(self) -> list[int]:
+        """Return the pids of running processes that workers have started which have succeeded."""
+        sessions = {process.pid for process in self._succeeded()}
+        return [pid for pid, _ in session_processes(sessions)] if sessions else []
+
+    def kill_background_processes(self) -> list[int]:
+        """Kill the `background_processes`, and return them; `wait_until_clean` waits for their end.
+
+        A worker that has left none is not waited for.
+        """
+        with self._lock:
+            succeeded = self._succeeded()
+            left = session_processes({one.pid for one in succeeded}) if succeeded else []
+            for process in succeeded:
+                if self._connection is not None:
+                    self._connection.send({"op": "clean", "id": process.id})
+                if process.pid not in {session for _, session in left}:
+                    del self._processes[process.id]
+        return [pid for pid, _ in left]
+
+    def _succeeded(self) -> list[SupervisedProcess]:
+        """Return the workers that have succeeded and whose sessions may have processes left."""
+        return [one for one in list(self._processes.values()) if one.returncode == 0]
 
     def _running(self) -> Iterator[SupervisedProcess]:
         return (one for one in self._processes.values() if not one.has_exited)
@@ -323,7 +350,9 @@ class SupervisorClient:
                     self._connect()
                 except OSError as error:
                     log.warning(
-                        "cannot start another supervisor process, so no worker can start: %s", error
+                        "cannot start another supervisor process, so no worker can start, and the "
+                        "processes that workers have started may be left: %s",
+                        error,
                     )
 
     def _kill_supervisor(self) -> None:
@@ -339,27 +368,39 @@ class SupervisorClient:
         connection.close()
 
     def close(self) -> None:
-        """End the supervisor process, which kills all workers and removes all directories."""
+        """End the supervisor process, which kills all workers and removes all directories.
+
+        If the supervisor was killed, another one is started for this. The call takes at most twice
+        the `close_timeout`.
+        """
         with self._lock:
-            process, self._process = self._process, None
-            connection, self._connection = self._connection, None
             self._is_server_known = True
+            self._server_job = None
             self._loop.wake()
-            if process is None:
-                return
-            if connection is not None:
-                # A process that was forked from this one may hold the socket open.
-                connection.send({"op": "end"})
-                process.send_signal(signal.SIGCONT)  # It may have been stopped.
-            try:
-                process.wait(self._close_timeout_s)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            if connection is not None:
-                self._disconnect(connection)
+            if self._end_supervisor() != 0 and (self._processes or self._directories):
+                self._restart()
+                self._end_supervisor()
+            self._process = None
             self._processes.clear()
             self._loop.wake()
+
+    def _end_supervisor(self) -> int:
+        """End the supervisor process; return 0 if there was none, or if it has cleaned up."""
+        process, connection, self._connection = self._process, self._connection, None
+        if process is None:
+            return 0
+        if connection is not None:
+            # A process that was forked from this one may hold the socket open.
+            connection.send({"op": "end"})
+            process.send_signal(signal.SIGCONT)  # It may have been stopped.
+        try:
+            process.wait(self._close_timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if connection is not None:
+            self._disconnect(connection)
+        return process.returncode
 
 
 def _start_supervisor(link: int) -> subprocess.Popen[bytes]:

@@ -8,6 +8,7 @@ while the agent has it mapped. Workers import this module.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import mmap
@@ -70,6 +71,9 @@ _CAN_REGROUP = 27
 _ACCEPTED = 28  # number of the last assignment that the worker accepted
 _LEFT = 29  # 1 + number of the last assignment whose group the worker has left
 _FAILED_GROUP = 30  # number of the assignment in whose group something failed
+
+_PROGRAM_END = 31  # 0 while the program runs, then one of these two
+_SUCCEEDED, _FAILED = 1, 2
 
 # Words that the agent writes.
 _STOP_REQUESTED = 32
@@ -265,6 +269,17 @@ class WorkerChannel:
         """Report that something failed in the group of this assignment, such as a lost peer."""
         self._words[_FAILED_GROUP] = assignment
 
+    def report_program_end(self, pid: int, *, has_failed: bool) -> None:
+        """Report that the worker's program has ended. Its process may need long to exit.
+
+        Args:
+            pid: the calling process; only the worker itself reports.
+            has_failed: the program has raised, or exits with another code than 0.
+        """
+        words = self._words
+        if pid in (words[_WORKER_PID], words[_OWNER_PID]):
+            words[_PROGRAM_END] = _FAILED if has_failed else _SUCCEEDED
+
     @property
     def finished_group(self) -> int:
         """The number of the last assignment whose group has finished; 0 before the first one."""
@@ -303,6 +318,16 @@ class WorkerChannel:
         """Return whether the worker can regroup and is ready for its next assignment."""
         words = self._words
         return bool(words[_CAN_REGROUP]) and words[_LEFT] > words[_ASSIGNED]
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether the worker's program has ended."""
+        return self._words[_PROGRAM_END] != 0
+
+    @property
+    def has_failed(self) -> bool:
+        """Return whether the worker's program has ended with a failure."""
+        return self._words[_PROGRAM_END] == _FAILED
 
     @property
     def has_group_failure(self) -> bool:
@@ -427,6 +452,20 @@ class WorkerChannel:
         )
 
 
+def report_program_end(path: str, *, has_failed: bool) -> None:
+    """Report to the agent that the program of this process has ended.
+
+    Args:
+        path: the value of CHANNEL_ENV when the program began; empty without an agent.
+        has_failed: the program has raised, or exits with another code than 0.
+    """
+    with contextlib.suppress(OSError, ConfigError):  # the agent has exited
+        if path:
+            channel = WorkerChannel(path)
+            channel.report_program_end(os.getpid(), has_failed=has_failed)
+            channel.close()
+
+
 def _number(layout: int) -> int:
     return layout & 0xFFFFFFFF
 
@@ -536,6 +575,11 @@ class WorkerChannels:
                 channel.request_stop(notice.reason, self._deadline)
             return True
 
+    def takes_notices(self) -> bool:
+        """Return whether a worker has called `should_stop`, in this or an earlier group."""
+        with self._lock:
+            return self._has_polled or any(page.polls_should_stop for page in self._open.values())
+
     def earliest_stop_call(self) -> int | None:
         """Return the first call of `should_stop` at which all members can stop.
 
@@ -555,6 +599,12 @@ class WorkerChannels:
             deadline = min(self._deadline, monotonic() + notice.grace_s)
             for channel in self._members():
                 channel.set_stop_call(call, notice.reason, deadline)
+
+    def ended_programs(self) -> dict[int, bool]:
+        """Return the workers whose program has ended, as {local rank: it has failed}."""
+        with self._lock:
+            ended = {local: page for local, page in self._open.items() if page.has_ended}
+            return {local: page.has_failed for local, page in ended.items()}
 
     def heartbeats(self) -> dict[int, Heartbeat]:
         with self._lock:

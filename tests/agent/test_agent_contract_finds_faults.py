@@ -159,7 +159,7 @@ FAULTS = [
     (StartsTooFewWorkers, "test_each_worker_gets_its_ranks_and_addresses"),
     (StartsFirstGenerationAgain, "test_failure_uses_a_restart_and_restarts_all_workers"),
     (StartsFirstGenerationAgain, "test_repeated_or_late_exit_callback_is_ignored"),
-    (StartsWorkersInOtherSession, "test_child_processes_of_a_worker_are_killed_with_it"),
+    (StartsWorkersInOtherSession, "test_child_processes_that_workers_leave_are_killed_at_the_end"),
     (ReportsLocalRanks, "test_failure_on_one_node_restarts_both_and_both_report_the_cause"),
     (ReportsFailureAsSuccess, "test_killed_worker_counts_as_failed"),
     (ReportsFailureAsSuccess, "test_program_that_does_not_exist_is_reported_as_failure"),
@@ -178,7 +178,7 @@ SYMPTOMS = (AssertionError, FutureTimeout, RuntimeError, AttributeError, ValueEr
 TESTS_WITH_FUNCTIONS = (
     "test_run_succeeds_if_all_workers_succeed",
     "test_run_fails_and_names_the_rank_if_no_restart_is_left",
-    "test_child_processes_of_a_worker_are_killed_with_it",
+    "test_child_processes_that_workers_leave_are_killed_at_the_end",
     "test_worker_that_ignores_sigterm_is_killed_after_the_timeout",
 )
 REGROUP_FAULTS = (RestartsAllWorkers, AdmitsNoWorker)

@@ -181,6 +181,14 @@ def test_pause_of_the_whole_process_does_not_count_as_a_blocked_loop() -> None:
     assert is_member(1042.0, progress_due=1072.0)
 
 
-def test_loop_timeout_must_be_positive() -> None:
-    with pytest.raises(ConfigError, match="loop_timeout must be above 0"):
-        RendezvousTimeouts(loop_timeout=0.0)
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
+@pytest.mark.parametrize("name", ["loop_timeout", "join_timeout", "close_timeout"])
+def test_timeouts_must_be_positive(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be above 0 seconds, got {value:g}"):
+        RendezvousTimeouts(**{name: value})
+
+
+def test_grace_for_the_store_must_not_be_negative() -> None:
+    assert RendezvousTimeouts(store_grace=0.0).store_grace == 0.0
+    with pytest.raises(ConfigError, match="store_grace must be at least 0 seconds, got -1"):
+        RendezvousTimeouts(store_grace=-1.0)

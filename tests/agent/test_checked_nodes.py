@@ -23,8 +23,8 @@ class CountedHandler(SingleNodeHandler):
         super().__init__(assignment=assign_ranks([Node("n-1", "n", "127.0.0.1", slots=slots)])[0])
         self.other_node_failed = threading.Event()
 
-    def report_failure(self, reason: str, *, killed: bool = False) -> bool:
-        del reason, killed
+    def report_failure(self, reason: str, **evidence: object) -> bool:
+        del reason, evidence
         return True
 
     def wait_for_change(self, timeout: float) -> Change | None:

@@ -13,15 +13,16 @@ from elasticlib.agent.hang_detector import (
     decode_progress,
     describe_hang,
     encode_progress,
+    find_hung_rank,
     longest_inactivity,
-    slowest_rank,
+    waits_in_collective,
 )
 from elasticlib.agent.policy import AgentCommand, HangDetected, Publish, Subscribe
 from elasticlib.errors import ConfigError
 from elasticlib.workers.interface import NO_STEP, Heartbeat
 
 AUTO = HangLimits()
-OTHER = encode_progress([RankProgress(2, "b", 2, 9.0, 3)])
+OTHER = encode_progress([RankProgress(2, "b", 2, 9.0, 3, node_rank=1)])
 
 
 def create_heartbeat(at: float, *durations: float, steps: int = 5) -> Heartbeat:
@@ -89,23 +90,79 @@ def test_a_worker_that_saves_or_calls_should_stop_is_active() -> None:
     assert inactivity.seconds == 1.0
 
 
-def test_the_slowest_rank_is_the_longest_inactive_one_at_the_lowest_step() -> None:
-    pulses = [
-        RankProgress(0, "a", 7, 9.0, 1),
-        RankProgress(1, "a", 6, 3.0, 1),
-        RankProgress(2, "b", 6, 4.0, 1),
-    ]
-    assert slowest_rank(pulses) == pulses[2]
-    assert slowest_rank([]) is None
-    assert describe_hang(pulses, 2.0) == (
-        "hung: rank 2 on b is at step 6, inactive for 4.0 s; the others are at step 6 to 7; "
+def test_the_rank_behind_all_others_is_named_and_none_of_several_is() -> None:
+    first = RankProgress(0, "a", 7, 9.0, 1)
+    behind = [RankProgress(1, "a", 6, 3.0, 1), RankProgress(2, "b", 6, 4.0, 1)]
+    assert find_hung_rank([first, behind[1]]) == behind[1]
+    assert describe_hang([first, behind[1]], 2.0) == (
+        "hung: rank 2 on b is at step 6, inactive for 4.0 s; the others are at step 7; "
         "the limit is 2.0 s (hang, --hang-timeout)"
     )
-    assert "has made no step" in describe_hang([RankProgress(0, "a", -1, 9.0, 0)], 2.0)
-    assert describe_hang(pulses[1:], 2.0) == (
-        "hung: rank 2 on b is at step 6, inactive for 4.0 s; the others are at the same step, "
-        "and the stacks show for which rank they wait; the limit is 2.0 s (hang, --hang-timeout)"
+    assert find_hung_rank([first, *behind]) is None
+    assert describe_hang([first, *behind], 2.0) == (
+        "hung: ranks 1-2 are at step 6, inactive for up to 4.0 s; the others are at step 7; no "
+        "rank stands out, and the stacks show more; the limit is 2.0 s (hang, --hang-timeout)"
     )
+    assert find_hung_rank(behind) is None, "all are at the same step"
+    assert find_hung_rank([]) is None
+    assert "no worker made a step" in describe_hang([], 2.0)
+    only = RankProgress(0, "a", -1, 9.0, 0)
+    assert find_hung_rank([only]) == only
+    assert "has made no step" in describe_hang([only], 2.0)
+
+
+def create_stack(*frames: str) -> str:
+    """Return a stack as faulthandler writes it: the innermost function first."""
+    lines = [f'  File "{frame.replace(":", chr(34) + ", line 7 in ")}' for frame in frames]
+    return "\n".join(["Stack (most recent call first):", *lines])
+
+
+C10D = "/lib/torch/distributed/distributed_c10d.py"
+
+
+@pytest.mark.parametrize(
+    ("frames", "waits"),
+    [
+        ((f"{C10D}:barrier", "/home/train.py:main"), True),
+        (("/lib/threading.py:wait", "/lib/elasticlib/in_place/process_group.py:wait"), True),
+        (("/home/data.py:read", f"{C10D}:barrier"), False),
+        (("/lib/threading.py:wait", "/lib/torch/utils/data/dataloader.py:_get_data"), False),
+        ((f"{C10D}:destroy_process_group", "/home/train.py:main"), False),
+        # Whether DDP computes or communicates in the backward pass is not in the Python stack.
+        (("/lib/torch/autograd/graph.py:_engine_run_backward", "/home/train.py:main"), None),
+        ((), None),
+    ],
+)
+def test_the_innermost_function_shows_whether_a_rank_waits(
+    frames: tuple[str, ...], waits: bool | None
+) -> None:
+    assert waits_in_collective(create_stack(*frames)) is waits
+
+
+@pytest.mark.parametrize(
+    ("waits", "named"),
+    [
+        ((True, False, True), 1),
+        ((None, False, True), 1),
+        ((False, False, True), None),  # which of the two is not known
+        ((True, True, True), None),
+        # Without a rank that certainly waits, a victim may look like the cause.
+        ((None, False, None), None),
+        ((False, False, False), None),
+    ],
+)
+def test_a_rank_in_no_collective_is_named_while_others_wait_in_one(
+    waits: tuple[bool | None, ...], named: int | None
+) -> None:
+    ranks = [
+        RankProgress(rank, "a", 6, 9.0 - rank, 3, rank, waits=wait)
+        for rank, wait in enumerate(waits)
+    ]
+    hung = find_hung_rank(ranks)
+    assert (None if hung is None else hung.rank) == named
+    text = describe_hang(ranks, 2.0)
+    assert ("rank 1 on a is at step 6" in text) is (named == 1)
+    assert ("no rank stands out" in text) is (named is None)
 
 
 class DetectorHarness:
@@ -141,7 +198,7 @@ class DetectorHarness:
         return commands
 
 
-def test_a_rank_that_reports_no_steps_is_not_named_as_hung() -> None:
+def test_no_rank_is_named_if_only_one_reports_steps_and_the_stacks_show_nothing() -> None:
     harness = DetectorHarness()
     assert harness.poll_until(200.0) == [DumpStacks()]
     assert harness.poll(109.0) == [], "no worker is stopped before its stacks have been read"
@@ -150,10 +207,10 @@ def test_a_rank_that_reports_no_steps_is_not_named_as_hung() -> None:
     assert isinstance(hung, HangDetected)
     assert hung.stacks == "the stacks of rank 0, at step 4:\nin a loop"
     assert hung.reason == (
-        "hung: rank 0 on a is at step 4, inactive for 8.0 s; "
-        "the limit is 8.0 s (hang, --hang-timeout)"
+        "hung: rank 0 on a is at step 4, inactive for 8.0 s; no rank stands out, and the stacks "
+        "show more; the limit is 8.0 s (hang, --hang-timeout)"
     )
-    assert hung.inactive_since == 100.0
+    assert (hung.inactive_since, hung.node_rank) == (100.0, -1)
 
 
 def test_a_pause_of_the_whole_process_does_not_count_as_inactivity() -> None:
@@ -188,6 +245,9 @@ def test_progress_of_other_nodes_is_awaited_for_a_limited_time() -> None:
         (hung,) = harness.poll(202.0 if answers else 203.0)
         assert isinstance(hung, HangDetected)
         assert hung.reason.startswith(f"hung: rank {2 if answers else 0} on ")
+        assert ("no rank stands out" in hung.reason, hung.node_rank) == (
+            (False, 1) if answers else (True, -1)
+        )
 
 
 def test_stacks_are_reported_if_the_node_is_stopped_before_a_hang_is_confirmed() -> None:
@@ -226,9 +286,7 @@ def test_a_rank_of_another_node_in_its_first_step_can_be_the_hung_one() -> None:
     other = RankProgress(1, "b", NO_STEP, 90.0, 0)
     for steps, rank in ((1, 1), (2, 0)):
         pulses = [RankProgress(0, "a", 700, 9.0, steps), *decode_progress(encode_progress([other]))]
-        last = slowest_rank(pulses)
-        assert last is not None
-        assert last.rank == rank
+        assert find_hung_rank(pulses) == (other if steps == 1 else None)
         assert f"hung: rank {rank} " in describe_hang(pulses, 2.0)
 
 

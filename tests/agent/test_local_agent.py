@@ -249,6 +249,16 @@ def test_the_log_line_of_a_generation_names_the_reason_if_the_handler_does_not(
     assert re.search(r", restarts 1/1; reason: worker of rank . .* exited with code 5$", second)
 
 
+def test_directory_that_cannot_be_created_is_named_before_any_was_used(
+    shell_job: ShellJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "missing")])
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "missing"))
+    reason = shell_job.run("exit 0").reason
+    assert f"cannot create the log directory of this run in '{tmp_path / 'missing'}': No " in reason
+
+
 @pytest.mark.parametrize("is_file", [False, True], ids=["removed", "a file"])
 def test_an_unusable_temporary_directory_is_reported_once_and_uses_no_restart(
     shell_job: ShellJob,

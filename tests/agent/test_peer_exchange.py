@@ -9,12 +9,20 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from elasticlib import MemoryStore, Node, Store
+from elasticlib import MemoryStore, Node, Store, TcpStore
 from elasticlib.agent.peer_exchange import PeerExchange, PeerMessages
 from elasticlib.agent.policy import Publish
 from elasticlib.errors import StoreConnectionError, StoreRejectedError
 from elasticlib.rendezvous.interface import RendezvousInfo, RendezvousStoreInfo, assign_ranks
-from elasticlib.stores.interface import CompareSetResult, Entry, Listing, WatchResult
+from elasticlib.stores.interface import (
+    CancelWatch,
+    CompareSetResult,
+    Entry,
+    Listing,
+    WatchResult,
+)
+from elasticlib.stores.key_space import KeySpaceLimits
+from elasticlib.stores.tcp_server import ServerLimits, TcpStoreServer
 
 NODES = tuple(Node(f"n{i}", f"n{i}", "127.0.0.1", 1) for i in range(2))
 TIMEOUT_S = 30.0
@@ -71,13 +79,13 @@ class PushingStore(MemoryStore):
         after: int,
         callback: Callable[[WatchResult], None],
         with_listing: bool = False,
-    ) -> bool:
+    ) -> CancelWatch:
         assert with_listing
         if super().wait(prefix, after=after, timeout=0.0):
             callback(True)
         else:
             self.watching.append((prefix, callback))
-        return True
+        return lambda: None
 
     def wait(self, prefix: str, *, after: int, timeout: float) -> bool:
         del prefix, after, timeout
@@ -109,6 +117,28 @@ def test_all_nodes_receive_a_message_and_the_first_value_of_a_topic_is_kept(
     one.wait_for_messages(a=b"3", b=b"1")
     other.exchange.subscribe("stop/")
     other.wait_for_messages(a=b"3", b=b"1")
+
+
+def test_no_generation_leaves_a_watch_in_the_store(create: Callable[..., ExchangeNode]) -> None:
+    limits = ServerLimits(KeySpaceLimits(watches=3))
+    with (
+        TcpStoreServer("127.0.0.1", 0, limits=limits) as server,
+        TcpStore(server.host, server.port) as store,
+    ):
+        node = create(store)
+        for generation in range(20):
+            node.open(store, exchange=f"run/board/{generation}/")
+            for topic in ("stop/", "hang/"):
+                node.exchange.subscribe(topic)
+                node.wait_for_messages()
+        # The store rejects a watch, with False, if the others have left too many.
+        results: queue.SimpleQueue[WatchResult] = queue.SimpleQueue()
+        version = store.list("run/").version
+        assert store.watch("run/", after=version, callback=results.put) is not None
+        node.exchange.publish(Publish("stop/", "0", b"1"))
+        assert results.get(timeout=TIMEOUT_S) is True
+        node.wait_for_messages(**{"0": b"1"})
+        node.exchange.close()
 
 
 class FailingStore(MemoryStore):

@@ -38,12 +38,14 @@ from elasticlib.agent.policy import (
     transition,
 )
 from elasticlib.errors import InvalidTransitionError
+from elasticlib.rendezvous.blame import FailureKind
 from elasticlib.rendezvous.interface import Change, ChangeKind
 from elasticlib.workers.exits import WorkerExit
 from elasticlib.workers.spec import WorkerState
 
 FAILED = RunOutcome(WorkerState.FAILED, "no more")
 TERM = SignalReceived(15, "SIGTERM")
+INT = SignalReceived(2, "SIGINT", is_interrupt=True)
 USR2 = DrainRequested(12, "SIGUSR2", "drain")
 STOP = DrainRequested(0, "a stop request", "drain", ends_job=True)
 
@@ -72,6 +74,7 @@ EVENTS: dict[str, AgentEvent] = {
     "surplus": membership_changed(ChangeKind.NOT_NEEDED),
     "store lost": membership_changed(ChangeKind.STORE_LOST),
     "signal": TERM,
+    "interrupt": INT,
     "drain": USR2,
     "stop": STOP,
     "resize": membership_changed(ChangeKind.RESIZE),
@@ -99,6 +102,7 @@ NEXT = {
     (AgentState.JOINING, "start failed, keeps"): (AgentState.JOINING, [ReportSlots()]),
     (AgentState.JOINING, "join ended"): (AgentState.ENDED, []),
     (AgentState.JOINING, "signal"): (AgentState.ENDED, []),
+    (AgentState.JOINING, "interrupt"): (AgentState.ENDED, []),
     (AgentState.JOINING, "drain"): (AgentState.ENDED, []),
     (AgentState.JOINING, "stop"): (AgentState.ENDED, []),
     (AgentState.RUNNING, "start failed"): (
@@ -123,7 +127,7 @@ NEXT = {
     ),
     (AgentState.RUNNING, "hung, keeps"): (
         AgentState.STOPPING,
-        [ReportFailure("silent"), Regroup()],
+        [ReportFailure("silent", FailureKind.STALLED), Regroup()],
     ),
     (AgentState.RUNNING, "reopened"): (AgentState.STOPPING, [StopWorkers()]),
     (AgentState.RUNNING, "reopened, keeps"): (AgentState.STOPPING, [Regroup()]),
@@ -135,6 +139,7 @@ NEXT = {
     (AgentState.RUNNING, "surplus"): (AgentState.ENDING, [StopWorkers()]),
     (AgentState.RUNNING, "store lost"): (AgentState.ENDING, [StopWorkers()]),
     (AgentState.RUNNING, "signal"): (AgentState.ENDING, [StopWorkers()]),
+    (AgentState.RUNNING, "interrupt"): (AgentState.ENDING, [StopWorkers()]),
     (AgentState.RUNNING, "drain"): (
         AgentState.ENDING,
         [ReportDrain("SIGUSR2"), StopWorkers("drain")],
@@ -162,6 +167,7 @@ NEXT = {
     (AgentState.STOPPING, "surplus"): (AgentState.ENDING, [CancelRegroup()]),
     (AgentState.STOPPING, "store lost"): (AgentState.ENDING, [CancelRegroup()]),
     (AgentState.STOPPING, "signal"): (AgentState.ENDING, [CancelRegroup(), ShortenNotice()]),
+    (AgentState.STOPPING, "interrupt"): (AgentState.ENDING, [CancelRegroup(), ShortenNotice()]),
     (AgentState.STOPPING, "drain"): (
         AgentState.ENDING,
         [ReportDrain("SIGUSR2"), CancelRegroup(), ShortenNotice("drain")],
@@ -190,6 +196,7 @@ NEXT = {
     (AgentState.FINISHED, "surplus"): (AgentState.ENDED, []),
     (AgentState.FINISHED, "store lost"): (AgentState.ENDED, []),
     (AgentState.FINISHED, "signal"): (AgentState.ENDED, []),
+    (AgentState.FINISHED, "interrupt"): (AgentState.ENDED, []),
     (AgentState.FINISHED, "drain"): (AgentState.ENDED, []),
     (AgentState.FINISHED, "stop"): (AgentState.ENDED, []),
     (AgentState.FINISHED, "resize"): (AgentState.JOINING, [StartRendezvous()]),
@@ -217,7 +224,8 @@ NEXT = {
     (AgentState.ENDING, "resize"): (AgentState.ENDING, []),
     (AgentState.ENDING, "restart"): (AgentState.ENDING, []),
     (AgentState.ENDING, "restart, keeps"): (AgentState.ENDING, []),
-    (AgentState.ENDING, "signal"): (AgentState.ENDING, [EscalateStop()]),
+    (AgentState.ENDING, "signal"): (AgentState.ENDING, []),
+    (AgentState.ENDING, "interrupt"): (AgentState.ENDING, [EscalateStop()]),
 }
 
 
@@ -281,12 +289,16 @@ def test_a_node_whose_workers_succeeded_does_not_fail_with_the_store() -> None:
     assert now.outcome.state is WorkerState.SUCCEEDED
 
 
-@pytest.mark.parametrize(("code", "killed"), [(2, False), (-9, True)])
-def test_a_failure_is_reported_with_whether_the_worker_was_killed(code: int, killed: bool) -> None:
+@pytest.mark.parametrize(
+    ("code", "kind"), [(2, FailureKind.RAISED), (-9, FailureKind.KILLED), (-6, FailureKind.CRASHED)]
+)
+def test_a_failure_is_reported_with_what_happened_to_the_worker(
+    code: int, kind: FailureKind
+) -> None:
     now = SupervisorState(AgentState.RUNNING, running_ranks=frozenset({0}))
     failed = worker_exited(0, code)
     _, actions = transition(now, failed)
-    assert actions[0] == ReportFailure(failed.exit.describe(), killed)
+    assert actions[0] == ReportFailure(failed.exit.describe(), kind)
 
 
 @pytest.mark.parametrize(

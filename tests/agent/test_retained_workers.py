@@ -280,6 +280,28 @@ def test_no_process_is_left_after_the_last_restart_is_used(job: Job) -> None:
     job.wait_until_gone()
 
 
+def test_workers_that_fail_during_each_resize_use_up_the_restarts(job: Job) -> None:
+    flags = ("--nproc-per-node=3", "--max-restarts=2")
+    node = start_node(job, "one", "--standalone", *flags, worker=("start", "1"))
+    first = job.wait_for_world(3)
+    kill_worker(first[0])
+    group = job.wait_for_world(2, after=1)
+    for restarts in (1, 2):
+        assert group[0]["TORCHELASTIC_RESTART_COUNT"] == str(restarts)
+        staying, failing = group
+        # The resize lasts until the worker fails.
+        for report in group:
+            send_command(job, "wait", report)
+        node.wait_for_log(rf"generation {generation_of(group)}: [^$]*resize: ")
+        send_command(job, "fail", failing)
+        (job.folder / f"wait.{staying['pid']}").unlink()
+        if restarts == 1:
+            group = job.wait_for_world(2, after=generation_of(group))
+    assert node.exit_code() == 1, job.logs
+    node.wait_for_log("exited with code 1 .*2 of 2 restarts used")
+    job.wait_until_gone()
+
+
 def test_a_signal_stops_workers_that_wait_for_a_generation(job: Job) -> None:
     store = job.start_store()
     node, other = (start_member(job, store, name, "--nnodes=2:2") for name in ("one", "two"))

@@ -19,6 +19,7 @@ from elasticlib.agent.run_reporter import (
     root_cause_of,
 )
 from elasticlib.errors import RendezvousClosedError, RendezvousTimeoutError
+from elasticlib.rendezvous.blame import FailureKind
 from elasticlib.rendezvous.interface import Change, ChangeKind, RendezvousInfo, assign_ranks
 from elasticlib.rendezvous.store_layout import JobListing, StoreKeys
 from elasticlib.stores.interface import CompareSetResult, Listing
@@ -27,14 +28,15 @@ from elasticlib.workers.spec import WorkerState
 
 NODES = tuple(Node(f"n{i}", f"n{i}", "127.0.0.1", 1) for i in range(2))
 PREFIX = "run/board/1.a/"
+RAISED = FailureKind.RAISED
 
 
 def encode(cause: RootCause) -> bytes:
-    return publish_root_cause(cause).value
+    return publish_root_cause(cause, RAISED).value
 
 
 def decode(data: bytes) -> RootCause | None:
-    return merge_root_cause({"first": data})
+    return merge_root_cause({"first/raised": data})
 
 
 def create_exit(rank: int, message: str = "") -> WorkerExit:
@@ -71,11 +73,11 @@ def test_an_encoded_root_cause_is_bounded_and_keeps_the_end_of_the_traceback() -
 def test_a_message_that_is_no_root_cause_is_ignored(data: bytes) -> None:
     assert decode(data) is None
     first = encode(root_cause_of(create_exit(1), "h", 1))
-    assert merge_root_cause({"first": first, "also/0": data}) == decode(first)
+    assert merge_root_cause({"first/raised": first, "also/0": data}) == decode(first)
 
 
 def test_subsequent_failures_are_listed_without_the_root_cause() -> None:
-    messages = {"first": encode(root_cause_of(create_exit(1, "no"), "h", 1))}
+    messages = {"first/raised": encode(root_cause_of(create_exit(1, "no"), "h", 1))}
     messages |= {
         "also/0": publish_failed_ranks(0, [4, 1]).value,
         "also/2": publish_failed_ranks(2, [2]).value,
@@ -115,8 +117,8 @@ class SecondNodeHandler(SingleNodeHandler):
             exchange_prefix=PREFIX,
         )
 
-    def report_failure(self, reason: str, *, killed: bool = False) -> bool:
-        del reason, killed
+    def report_failure(self, reason: str, **evidence: object) -> bool:
+        del reason, evidence
         self.has_failed.set()
         return True
 
@@ -137,13 +139,13 @@ def test_the_first_published_failure_is_the_root_cause_and_later_ones_are_subseq
     workers, store = WorkerOfRankOne(), MemoryStore()
     with running(workers, SecondNodeHandler(store)) as run:
         published = encode(root_cause_of(create_exit(0, "the cause"), "n0", 1))
-        store.set(f"{PREFIX}cause/first", published)
+        store.set(f"{PREFIX}cause/first/raised", published)
         workers.finish(7)
         cause = run.result().root_cause
     assert cause is not None
     assert (cause.host, cause.rank, cause.message) == ("n0", 0, "the cause")
     assert cause.subsequent_ranks == (1,)
-    entry = store.get(f"{PREFIX}cause/first")
+    entry = store.get(f"{PREFIX}cause/first/raised")
     assert entry is not None
     assert entry.value == published
 
@@ -153,7 +155,7 @@ def test_the_node_that_failed_first_publishes_the_root_cause() -> None:
     with running(workers, SecondNodeHandler(store, failed="n1")) as run:
         workers.finish(7)
         cause = run.result().root_cause
-    entry = store.get(f"{PREFIX}cause/first")
+    entry = store.get(f"{PREFIX}cause/first/raised")
     assert entry is not None
     assert cause is not None
     assert (decode(entry.value), cause.rank, cause.returncode) == (cause, 1, 7)
@@ -179,7 +181,9 @@ def test_a_node_waits_for_the_root_cause_of_the_failed_node() -> None:
     with running(workers, handler) as run:
         handler.has_failed.set()
         assert store.listed.wait(30)
-        store.set(f"{PREFIX}cause/first", encode(root_cause_of(create_exit(0, "late"), "n0", 1)))
+        store.set(
+            f"{PREFIX}cause/first/raised", encode(root_cause_of(create_exit(0, "late"), "n0", 1))
+        )
         cause = run.result().root_cause
     assert cause is not None
     assert cause.message == "late"
@@ -195,8 +199,8 @@ class HandlerThatLosesPeer(SingleNodeHandler):
             raise error
         return super().next_rendezvous()
 
-    def report_failure(self, reason: str, *, killed: bool = False) -> bool:
-        del reason, killed
+    def report_failure(self, reason: str, **evidence: object) -> bool:
+        del reason, evidence
         return True
 
 

@@ -62,8 +62,10 @@ class StoppingNode:
         self.commands += commands
         for command in commands:
             if isinstance(command, Publish) and command.topic == STOP_TOPIC:
-                assert command.only_if_absent
-                self.proposals.setdefault(command.key, command.value)
+                if command.only_if_absent:
+                    self.proposals.setdefault(command.key, command.value)
+                else:
+                    self.proposals[command.key] = command.value
 
     @property
     def stops_at(self) -> StopAtCall:
@@ -182,6 +184,28 @@ def test_a_single_node_stops_at_the_call_of_its_own_workers() -> None:
     node.now = 4.0
     node.poll(call=5)
     assert node.commands == [StopAtCall(5, StopNotice(DRAIN, 26.0))]
+
+
+@pytest.mark.parametrize("has_proposed", [True, False])
+def test_a_node_that_gives_up_the_agreement_publishes_it_once(
+    nodes: tuple[StoppingNode, StoppingNode], has_proposed: bool
+) -> None:
+    first, second = nodes
+    for node in nodes:
+        node.start(StopNotice(DRAIN, 600.0))
+    first.poll(call=5)
+    if has_proposed:
+        # It has not seen the other node's proposal when SIGINT arrives.
+        second._apply(second.procedure.poll(second.now, ("pid 1",), 7))
+    second.procedure = second.procedure.escalate(second.now)
+    for _ in range(3):
+        second._apply(second.procedure.poll(second.now, ("pid 1",), None))
+    withdrawn = propose_stop(1, StopProposal(None)).value
+    assert second.proposals["1"] == withdrawn
+    published = [c for c in second.commands if isinstance(c, Publish) and c.value == withdrawn]
+    assert len(published) == 1
+    first.poll()
+    assert isinstance(first.commands[-1], SignalWorkers)
 
 
 def test_a_finished_node_does_not_delay_the_agreement(
@@ -323,7 +347,7 @@ def test_each_escalation_starts_the_next_stop_stage() -> None:
     node.poll()
     assert node.commands == [
         SignalWorkers(),
-        SignalWorkers("a further signal arrived, killing: pid 1", force=True),
+        SignalWorkers("SIGINT arrived, killing: pid 1", force=True),
     ]
     node.procedure = node.procedure.escalate(1.0)
     assert node.procedure.time_to_next_stage(1.0) == pytest.approx(10.0), (

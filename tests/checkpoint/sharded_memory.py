@@ -89,6 +89,24 @@ def restore(folder: Path, sizes: MeshSizes, nodes: list[int]) -> dict[str, Any]:
     }
 
 
+def restore_part_and_later_all(folder: Path, sizes: MeshSizes, nodes: list[int]) -> dict[str, Any]:
+    """Restore one value of the state, restart, and restore the complete state."""
+    state = make_state(sizes, fresh=True)
+    node = nodes[dist.get_rank()]
+    with manager_on_node(folder, node, 2) as manager:
+        part = manager.restore({"own": -1}, strict=False)
+        part_snapshots = sorted(path.name for path in (folder / f"node{node}" / "2").iterdir())
+    dist.barrier()
+    with manager_on_node(folder, node, 3) as manager:
+        result = manager.restore(state)
+    expected = json.loads((folder / "bits").read_text())
+    return {
+        "steps": (part.step, result.step),
+        "kept": part_snapshots,
+        "right": shared_bits(state) == expected,
+    }
+
+
 # -- tensors of one name in two pipeline stages ----------------------------------------------------
 
 
@@ -97,15 +115,18 @@ def snapshot_stages(folder: Path) -> None:
         assert manager.snapshot(4, make_stage(float(dist.get_rank() // 2)))
 
 
-def make_stage(value: float, *, has_own_name: bool = False) -> dict[str, Any]:
+def make_stage(value: float, *, other: str = "") -> dict[str, Any]:
+    """Return a stage of a pipeline. `other` is what its tensor has of its own: "name" or "size"."""
+    stage = dist.get_rank() // 2
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("pp", "dp"))
-    name = f"w{dist.get_rank() // 2}" if has_own_name else "w"
-    return {"w": {name: distribute_tensor(torch.full((4,), value), mesh["dp"], [Shard(0)])}}
+    full = torch.full((4 + 2 * stage if other == "size" else 4,), value)
+    name = f"w{stage}" if other == "name" else "w"
+    return {"w": {name: distribute_tensor(full, mesh["dp"], [Shard(0)])}}
 
 
-def save_stages(folder: Path, has_own_name: bool) -> str:
+def save_stages(folder: Path, other: str) -> str:
     """Save the stages of a pipeline on disk, and return the error of loading them."""
-    state = make_stage(float(dist.get_rank() // 2), has_own_name=has_own_name)
+    state = make_stage(float(dist.get_rank() // 2), other=other)
     with CheckpointManager(folder) as manager:
         manager.save(1, state).wait()
         try:
@@ -115,27 +136,28 @@ def save_stages(folder: Path, has_own_name: bool) -> str:
     return ""
 
 
-def restore_saved_stages(folder: Path, has_own_name: bool) -> tuple[list[float], str]:
+def restore_saved_stages(folder: Path, other: str) -> tuple[list[float], str]:
     """Return the values of this rank, and the error of restoring them."""
-    state, message = make_stage(-1.0, has_own_name=has_own_name), ""
+    state, message = make_stage(-1.0, other=other), ""
     with CheckpointManager(folder) as manager:
         try:
             manager.restore(state)
         except (CheckpointError, StateMismatchError) as error:
             message = str(error)
     [tensor] = state["w"].values()
-    return tensor.to_local().tolist(), message
+    return sorted(set(tensor.to_local().tolist())), message
 
 
 def restore_stages(folder: Path, nodes: list[int], attempt: int) -> dict[str, Any]:
-    state = make_stage(-1.0)
+    state, step, skipped, error = make_stage(-1.0), 0, (), ""
     with manager_on_node(folder, nodes[dist.get_rank()], attempt) as manager:
-        result = manager.restore(state)
-    return {
-        "step": result.step,
-        "skipped": result.skipped,
-        "values": state["w"]["w"].to_local().tolist(),
-    }
+        try:
+            result = manager.restore(state)
+            step, skipped = result.step, result.skipped
+        except (CheckpointError, StateMismatchError) as mismatch:
+            error = str(mismatch)
+    values = state["w"]["w"].to_local().tolist()
+    return {"step": step, "skipped": skipped, "values": values, "error": error}
 
 
 # -- memory and transfers --------------------------------------------------------------------------

@@ -12,7 +12,11 @@ from elasticlib.checkpoint.catalog import CheckpointCatalog
 from elasticlib.checkpoint.pack import unpack
 from elasticlib.checkpoint.restore import DiskSource
 from elasticlib.checkpoint.storage import LocalStorage
-from elasticlib.errors import CheckpointCorruptError, CheckpointError
+from elasticlib.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointUnreadableError,
+)
 
 
 def test_a_damaged_checkpoint_is_detected_and_not_listed_again(tmp_path: Path) -> None:
@@ -31,5 +35,15 @@ def test_a_damaged_checkpoint_is_detected_and_not_listed_again(tmp_path: Path) -
         source.view(newest)
     assert [stored.step for stored in source.list_states()] == [1]
     (tmp_path / "step-0000000001" / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match="replaced or deleted"):
+    with pytest.raises(CheckpointError, match="was deleted after"):
         source.view(older)
+
+
+def test_a_checkpoint_that_is_saved_again_while_it_is_read_is_not_skipped(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"w": torch.zeros(3)}).wait()
+        source = DiskSource(CheckpointCatalog(LocalStorage(tmp_path)))
+        [stored] = source.list_states()
+        manager.save(1, {"w": torch.ones(3)}).wait()
+    with pytest.raises(CheckpointUnreadableError, match="was replaced after it was chosen"):
+        source.view(stored)

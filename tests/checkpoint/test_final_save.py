@@ -104,6 +104,30 @@ def test_step_that_has_a_checkpoint_is_written_again_only_if_the_checkpoint_is_c
     assert CheckpointManager(checkpoints).latest() == 7
 
 
+@pytest.mark.parametrize(
+    "before", [{**PLACE, "generation": 2}, {**PLACE, "launch": "before", "generation": 9}]
+)
+def test_the_last_step_after_a_return_to_an_earlier_one_is_written_and_later_ones_are_named(
+    host: Host,
+    checkpoints: Path,
+    before: dict[str, object],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for step in (3, 5, 8):
+        saved(checkpoints, step, before)
+    with create_manager(checkpoints, PLACE) as manager:
+        manager.restore(state(0), step=3)
+    last = host.keep(4).final_save()
+    assert (last.run(), last.saved) == ("", 4)
+    assert float(CheckpointManager(checkpoints).load(4)["weight"][0]) == 4.0
+    assert "step 4 was written after the job had gone back" in caplog.text
+    assert "steps 5, 8, from before that, are still there: the next start uses 8" in caplog.text
+    # A later step that this generation has saved is enough.
+    saved(checkpoints, 7)
+    last = host.keep(6).final_save()
+    assert (last.run(), last.saved) == ("", None)
+
+
 def test_nothing_is_written_if_a_later_generation_owns_the_directory(
     host: Host, checkpoints: Path
 ) -> None:

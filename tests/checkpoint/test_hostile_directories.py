@@ -11,6 +11,7 @@ import signal
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ import pytest
 import torch
 from ranks import Ranks
 
-from elasticlib import CheckpointManager
-from elasticlib.checkpoint.catalog import MANIFEST_NAME, append_checksum, folder_of
+from elasticlib import CheckpointManager, latest_checkpoint, load_checkpoint, save_checkpoint
+from elasticlib.checkpoint.catalog import MANIFEST_NAME, Selection, append_checksum, folder_of
+from elasticlib.checkpoint.snapshot_slots import list_snapshots
 from elasticlib.checkpoint.storage import MAX_SMALL_FILE_BYTES
 from elasticlib.errors import CheckpointError
 from elasticlib.launch.cli import main
@@ -136,19 +138,31 @@ def test_an_invalid_manifest_with_a_correct_checksum_is_skipped_with_its_reason(
     assert CheckpointManager(tmp_path).steps() == [1, 2, 3]
 
 
-def run_as_other_user(act: Callable[[], object]) -> Any:
+def run_as_other_user(act: Callable[[], object], user: int = 65534, group: int = 65534) -> Any:
     """Return what `act` returns in a child process of another user, or its CheckpointError's text.
 
     The child is a fork, because the other user may not be able to start this interpreter.
+    """
+
+    def act_as_other_user() -> object:
+        os.setgroups([])
+        os.setgid(group)
+        os.setuid(user)
+        return act()
+
+    return run_in_child(act_as_other_user)
+
+
+def run_in_child(act: Callable[[], object]) -> Any:
+    """Return what `act` returns in a child process, or its CheckpointError's text.
+
+    The result is "nothing for a minute" if `act` does not return.
     """
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
         try:
             torch.set_num_threads(1)
-            os.setgroups([])
-            os.setgid(OTHER_USER)
-            os.setuid(OTHER_USER)
             try:
                 result = act()
             except CheckpointError as error:
@@ -204,6 +218,54 @@ def test_a_fence_of_4_tib_is_replaced_when_the_folder_is_claimed(tmp_path: Path)
     assert (tmp_path / "fence.json").stat().st_size < MAX_SMALL_FILE_BYTES
 
 
+@pytest.mark.parametrize("replace", [os.mkfifo, os.mkdir])
+def test_a_pipe_or_directory_in_the_place_of_a_file_blocks_nothing(
+    tmp_path: Path, replace: Callable[[Path], None]
+) -> None:
+    save(tmp_path / "a", 1, 2)
+    save(tmp_path / "b", 1, 2)
+    (data,) = step_folder(tmp_path / "a", 2).glob("*.pack")
+    for path in (data, step_folder(tmp_path / "b", 2) / MANIFEST_NAME):
+        path.unlink()
+        replace(path)
+        folder = path.parent.parent
+        step, value, (reason,), *rest = run_in_child(lambda folder=folder: read_and_save(folder))
+        assert (step, value, rest) == (1, 1.0, [1, 1.0, [1], [2], [1, 3]])
+        assert "step-0000000002 is corrupt: " in reason
+        assert path.name in reason
+    files = tmp_path / "files"
+    save_checkpoint(files / "1.pt", state(1))
+    replace(files / "2.pt")
+    assert run_in_child(lambda: str(latest_checkpoint(files))) == str(files / "1.pt")
+
+
+def test_a_fence_that_is_a_pipe_is_replaced_when_the_folder_is_claimed(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    fence = tmp_path / "fence.json"
+    fence.unlink()
+    os.mkfifo(fence)
+    assert run_in_child(lambda: read_and_save(tmp_path)) == [1, 1.0, [], 1, 1.0, [1], [], [1, 3]]
+    assert fence.is_file()
+
+
+def test_nothing_is_deleted_behind_a_link_that_an_operator_has_left(tmp_path: Path) -> None:
+    folder, archive = tmp_path / "checkpoints", tmp_path / "archive"
+    save(folder, 1, 2)
+    step_folder(folder, 1).rename(archive)
+    step_folder(folder, 1).symlink_to(archive)
+    (archive / ".manifest.json.00000000.partial").touch()  # a save that was interrupted
+    before = sorted(os.listdir(archive))
+    with CheckpointManager(folder, keep_last=1) as manager:
+        assert manager.restore(state(0)).step == 2
+        manager.save(3, state(3))
+        manager.wait()
+        assert manager.steps() == [1, 3]
+        assert manager.prune() == Selection((1, 3), ())
+        assert float(manager.load(1)["w"][0]) == 1.0
+    assert step_folder(folder, 1).readlink() == archive
+    assert sorted(os.listdir(archive)) == before
+
+
 @pytest.mark.parametrize("is_in_manifest", [True, False])
 def test_a_data_file_that_was_extended_to_4_tib_is_skipped(
     tmp_path: Path, is_in_manifest: bool
@@ -228,8 +290,6 @@ def test_a_data_file_that_was_extended_to_4_tib_is_skipped(
 
 
 # -- a directory without write permission ----------------------------------------------------------
-
-OTHER_USER = 65534
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
@@ -286,6 +346,69 @@ def test_a_read_only_directory_can_be_read_and_a_save_reports_the_error(
     reason = run_as_other_user(lambda: restore(empty))
     assert "empty could not be claimed: " in reason
     assert "Permission denied" in reason
+
+
+@needs_root
+def test_each_user_of_a_group_can_save_in_a_directory_of_the_group(shared_folder: Path) -> None:
+    group = 54_321
+    os.chown(shared_folder, -1, group)
+    shared_folder.chmod(0o2775)
+
+    def save_and_list(step: int) -> list[int]:
+        os.umask(0o002)
+        save(shared_folder, step)
+        return CheckpointManager(shared_folder).steps()
+
+    for user, steps in ((54_321, [1]), (54_322, [1, 2]), (54_321, [1, 2, 3])):
+        act = partial(save_and_list, steps[-1])
+        assert run_as_other_user(act, user, group) == steps
+    strangers = run_as_other_user(lambda: save_and_list(4), 54_323, 54_323)
+    assert "Permission denied" in strangers
+
+
+# -- names of directories --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [b"caf\xe9", b"/".join(["日".encode() * 80] * 12)])
+def test_a_directory_can_have_any_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: bytes
+) -> None:
+    era = tmp_path / "memory" / "1"
+    era.mkdir(parents=True)
+    monkeypatch.setenv("ELASTICLIB_SNAPSHOTS", str(era))
+    monkeypatch.setenv("ELASTICLIB_GENERATION", "1")
+    folder = tmp_path / os.fsdecode(name)
+    save(folder, 1)
+    with CheckpointManager(folder) as manager:
+        assert manager.snapshot(2, state(2))
+    (stored,) = list_snapshots(era.parent)
+    assert stored.header.folder == str(folder)
+    assert restore(folder) == (2, 2.0, ())
+    shutil.rmtree(era)
+    era.mkdir()
+    assert restore(folder) == (1, 1.0, ())
+    save_checkpoint(folder / "1.pt", state(1))
+    assert latest_checkpoint(folder) == folder / "1.pt"
+
+
+def test_a_path_is_resolved_when_the_manager_is_created(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    managers = [CheckpointManager(path) for path in ("relative", "~/own", "file://~/own2")]
+    monkeypatch.chdir(tmp_path / "other")
+    for manager in managers:
+        manager.save(1, state(1)).wait()
+        manager.close()
+    assert [restore(tmp_path / path)[0] for path in ("relative", "home/own", "home/own2")] == [
+        1
+    ] * 3
+    save_checkpoint("~/files/1.pt", 1)
+    assert latest_checkpoint("~/files") == tmp_path / "home" / "files" / "1.pt"
+    assert load_checkpoint("~/files/1.pt") == 1
+    assert not list((tmp_path / "other").iterdir())
 
 
 # -- a full disk -------------------------------------------------------------------------------

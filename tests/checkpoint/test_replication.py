@@ -251,17 +251,25 @@ def proxied(
         yield target
 
 
-@given(st.integers(1, 9), st.integers(0, 9))
-def test_each_node_receives_as_many_replicas_as_it_sends_and_none_from_itself(
-    num_nodes: int, replicas: int
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.integers(0, 9))
+def test_each_node_receives_as_many_replicas_as_it_sends_and_from_other_domains_first(
+    domain_sizes: list[int], replicas: int
 ) -> None:
-    for rank in range(num_nodes):
-        targets = replica_targets(rank, num_nodes, replicas)
-        sources = replica_sources(rank, num_nodes, replicas)
-        assert len(set(targets)) == len(targets) == min(replicas, num_nodes - 1)
-        assert rank not in targets
-        assert all(rank in replica_sources(other, num_nodes, replicas) for other in targets)
-        assert all(rank in replica_targets(other, num_nodes, replicas) for other in sources)
+    domains = [f"rack{n}" for n, size in enumerate(domain_sizes) for _ in range(size)]
+    seats = assign_ranks(Node(f"n{i}", "h", "", 1, topology=d) for i, d in enumerate(domains))
+    targets = [replica_targets(seat, replicas) for seat in seats]
+    for rank, seat in enumerate(seats):
+        assert len(set(targets[rank])) == len(targets[rank]) == min(replicas, len(seats) - 1)
+        assert rank not in targets[rank]
+        sources = replica_sources(seat, replicas)
+        assert sorted(sources) == [n for n, others in enumerate(targets) if rank in others]
+    if replicas:
+        in_own_domain = sum(domains[n] == domains[ts[0]] for n, ts in enumerate(targets) if ts)
+        # A domain that has more than half of the nodes must keep some of the replicas.
+        expected = max(0, 2 * max(domain_sizes) - len(seats)) if len(seats) > 1 else 0
+        assert in_own_domain == expected
+    if replicas > 1 and len(set(domain_sizes)) == 1 and len(domain_sizes) > 2:
+        assert all(len({domains[n], *(domains[t] for t in targets[n][:2])}) == 3 for n in range(3))
 
 
 def test_an_endpoint_is_decoded_as_it_was_encoded_and_nothing_else_is_an_endpoint() -> None:

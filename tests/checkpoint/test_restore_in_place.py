@@ -128,9 +128,15 @@ def test_a_mismatch_is_rejected_with_its_path(state, saved, message):
     assert message in str(error.value)
 
 
-def test_a_state_that_a_module_or_an_optimizer_rejects_is_reported_with_its_path():
-    small, wide = (torch.nn.Linear(width, 1) for width in (2, 3))
+class OwnLinear(torch.nn.Linear):
+    def load_state_dict(self, *args: Any, **options: Any) -> Any:
+        return super().load_state_dict(*args, **options)
+
+
+def test_a_state_that_an_object_rejects_while_it_loads_it_is_reported_with_its_path():
+    small, wide = OwnLinear(2, 1), OwnLinear(3, 1)
     one, two = torch.optim.Adam(small.parameters()), torch.optim.Adam([small.weight])
+    one.register_load_state_dict_pre_hook(lambda _optimizer, state: state)
     for live, other, message in (
         (small, wide, "size mismatch for weight"),
         (one, two, "doesn't match the size of optimizer's group"),

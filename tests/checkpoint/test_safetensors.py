@@ -306,7 +306,7 @@ def test_an_invalid_header_with_a_correct_checksum_is_rejected_with_the_reason(
         {"tensors": [["uint8", [2], [3], 0, "cpu"]]},
         {"tensors": [["uint8", [2**62], [1], 0, "cpu"]]},
         {"tensors": [["uint8", [4], [1], 1, "cpu"]]},
-        {"tensors": [["uint9", [4], [1], 0, "cpu"]]},
+        {"tensors": [["untyped", [4], [1], 0, "cpu"]]},
         {"shards": [1]},
         {"shard_paths": [7]},
         {"tree": {"tensor": 9}},

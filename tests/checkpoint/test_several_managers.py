@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,9 @@ import torch.distributed as dist
 from ranks import Ranks
 
 from elasticlib import CheckpointManager
+from elasticlib.checkpoint.snapshot_slots import list_snapshots
 from elasticlib.errors import CheckpointError
+from elasticlib.testing.waiting import wait_until
 
 
 def state(value: float) -> dict[str, Any]:
@@ -36,27 +39,65 @@ def test_each_of_two_managers_restores_its_own_snapshots(
     assert list(generation_memory.iterdir())
 
 
-def test_restoring_an_earlier_step_from_disk_discards_later_snapshots(
+def test_a_manager_that_is_dropped_without_close_keeps_only_its_snapshots(
+    generation_memory: Path, tmp_path: Path
+) -> None:
+    def save_with_dropped_manager(name: str) -> None:
+        manager = CheckpointManager(tmp_path / name)
+        assert not manager.restore(state(0.0))
+        manager.snapshot(1, state(1.0))
+        for step in (2, 3):
+            manager.save(step, state(float(step)))
+
+    for number in range(3):
+        save_with_dropped_manager(f"{number}")
+        gc.collect()
+
+    def count_mapped_files() -> int:
+        gc.collect()  # The thread of the last save may just have ended.
+        return Path("/proc/self/maps").read_text().count(str(generation_memory))
+
+    wait_until("the copies to be freed", lambda: not count_mapped_files())
+    found = list_snapshots(generation_memory.parent)
+    assert [one.header.step for one in found] == [1, 1, 1]
+    assert len([path for path in generation_memory.iterdir() if path.is_file()]) == 3
+    for number in range(3):
+        with CheckpointManager(tmp_path / f"{number}") as manager:
+            assert manager.restore(state(0.0)).step == 3
+
+
+def test_restoring_an_earlier_step_deletes_no_later_snapshot(
     generation_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def start_worker(attempt: int) -> CheckpointManager:
+        (memory := generation_memory.parent / str(attempt)).mkdir()
+        monkeypatch.setenv("ELASTICLIB_SNAPSHOTS", str(memory))
+        return CheckpointManager(tmp_path / "kept")
+
     with CheckpointManager(tmp_path / "kept") as manager:
         assert not manager.restore(state(0.0))
         manager.save(3, state(3.0)).wait()
         for step in (4, 5):
             assert manager.snapshot(step, state(float(step)))
-    # The agent starts the workers again.
-    (later := generation_memory.parent / "2").mkdir()
-    monkeypatch.setenv("ELASTICLIB_SNAPSHOTS", str(later))
     live = state(0.0)
-    with CheckpointManager(tmp_path / "kept") as manager:
+    for attempt in (2, 3):
+        with start_worker(attempt) as manager:
+            assert manager.restore(live, step=3).source == "disk"
+            assert live["weight"].tolist() == [3.0, 3.0]
+            assert manager.restore(live, step=4).source == "memory"
+    with start_worker(4) as manager:
         newest = manager.restore(live)
         assert (newest.step, newest.source) == (5, "memory")
         assert str(newest) == "step 5 from this node's memory"
-        assert manager.restore(live, step=3).source == "disk"
-        assert live["weight"].tolist() == [3.0, 3.0]
-        with pytest.raises(FileNotFoundError, match=r"there is no step 5 in .*; there are 3$"):
-            manager.restore(live, step=5)
-        assert manager.restore(live).step == 3
+        # A restore of the newest step frees the memory of earlier ones.
+        with pytest.raises(FileNotFoundError, match=r"there is no step 4 in .*; there are 3, 5$"):
+            manager.restore(live, step=4)
+        # The first snapshot after a return to an earlier step replaces those of earlier attempts.
+        manager.restore(live, step=3)
+        assert manager.snapshot(4, state(40.0))
+    with start_worker(5) as manager:
+        assert manager.restore(live).step == 4
+        assert live["weight"].tolist() == [40.0, 40.0]
 
 
 def test_several_ranks_without_a_process_group_get_an_error_with_the_remedy(

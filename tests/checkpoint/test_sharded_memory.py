@@ -12,6 +12,7 @@ from sharded_memory import (
     LARGE_STATE_BYTES,
     restore,
     restore_large,
+    restore_part_and_later_all,
     restore_saved_stages,
     restore_stages,
     save_stages,
@@ -55,6 +56,17 @@ def test_replicas_of_hsdp_replace_lost_nodes_at_any_number_of_ranks(
         assert (4, rank, len(nodes)) in result["parts"]
 
 
+def test_a_part_that_fewer_ranks_restore_does_not_replace_the_state(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    ranks.run(snapshot, 4, tmp_path, (2, 2))
+    lose_nodes(tmp_path, 0, 3)
+    results = ranks.run(restore_part_and_later_all, 2, tmp_path, (2,), [1, 2])
+    assert common(results, "steps") == (4, 4)
+    assert common(results, "kept") == []
+    assert common(results, "right")
+
+
 def test_state_with_lost_elements_is_skipped_and_nothing_is_changed(
     ranks: Ranks, tmp_path: Path
 ) -> None:
@@ -83,25 +95,24 @@ def test_tensors_of_one_name_in_two_pipeline_stages_are_never_confused(
     # Another number of ranks cannot know which stage a tensor belongs to.
     ranks.run(snapshot_stages, 4, tmp_path / "more")
     results = ranks.run(restore_stages, 6, tmp_path / "more", [0, 1, 2, 3, 8, 9], 2)
-    assert (common(results, "step"), results[0]["values"]) == (0, [-1.0] * 2)
-    [reason] = common(results, "skipped")
-    assert reason == (
-        "step 4 (memory) has w/w on several meshes, possibly as different tensors: only 4 ranks "
-        "can restore it"
+    assert results[0]["values"] == [-1.0] * 2
+    assert common(results, "error") == (
+        "rank 0 cannot restore step 4: w/w was not saved as the same tensor on all ranks, as in "
+        "pipeline stages: only 4 ranks can restore it (5 other ranks failed as well)"
     )
 
 
-@pytest.mark.parametrize("has_own_name", [False, True])
+@pytest.mark.parametrize("other", ["", "name", "size"])
 def test_pipeline_stages_on_disk_are_restored_or_rejected(
-    ranks: Ranks, tmp_path: Path, has_own_name: bool
+    ranks: Ranks, tmp_path: Path, other: str
 ) -> None:
-    errors = ranks.run(save_stages, 4, tmp_path, has_own_name)
+    errors = ranks.run(save_stages, 4, tmp_path, other)
     assert all("not the same tensor on all ranks" in error for error in errors)
-    results = ranks.run(restore_saved_stages, 4, tmp_path, has_own_name)
-    assert results == [([0.0] * 2, ""), ([0.0] * 2, ""), ([1.0] * 2, ""), ([1.0] * 2, "")]
+    results = ranks.run(restore_saved_stages, 4, tmp_path, other)
+    assert results == [([0.0], ""), ([0.0], ""), ([1.0], ""), ([1.0], "")]
     # Another number of ranks cannot know which stage a tensor belongs to.
-    results = ranks.run(restore_saved_stages, 6, tmp_path, has_own_name)
-    assert all(error for _, error in results)
+    results = ranks.run(restore_saved_stages, 6, tmp_path, other)
+    assert all("as in pipeline stages: only 4 ranks can restore it" in e for _, e in results)
 
 
 @pytest.mark.parametrize(

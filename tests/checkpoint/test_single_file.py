@@ -153,7 +153,7 @@ def test_latest_skips_damaged_files_with_their_reason(tmp_path, caplog):
     assert len(messages) == 3
     for step, (message, why) in zip(
         (12, 11, 10),
-        zip(messages, ("truncated", "truncated", "Is a directory"), strict=True),
+        zip(messages, ("truncated", "truncated", "not a regular file"), strict=True),
         strict=True,
     ):
         assert f"step-{step}.pt" in message
@@ -166,6 +166,17 @@ def test_latest_raises_if_there_are_files_and_none_is_a_complete_checkpoint(tmp_
     with pytest.raises(CheckpointError, match=r"none of the 2 files \*\.pt in .*step-10\.pt is"):
         latest_checkpoint(tmp_path)
     assert latest_checkpoint(tmp_path, "epoch-*.pt") is None
+
+
+def test_latest_advises_to_start_from_the_beginning_only_if_all_files_are_damaged(tmp_path):
+    for name in ("step-2.pt", "step-1.pt"):
+        (tmp_path / name).write_bytes(b"PK")
+    with pytest.raises(CheckpointError, match="To start from the beginning, move them away"):
+        latest_checkpoint(tmp_path)
+    torch.save({}, tmp_path / "step-1.pt")
+    with pytest.raises(CheckpointError, match=r"step-1\.pt is a zip archive") as error:
+        latest_checkpoint(tmp_path)
+    assert "from the beginning" not in str(error.value)
 
 
 def test_partial_files_are_never_the_latest_and_the_next_save_removes_them(tmp_path):

@@ -45,8 +45,8 @@ def test_a_header_with_a_changed_byte_or_a_truncated_header_is_rejected(
 
 
 def test_a_header_longer_than_a_page_is_rejected() -> None:
-    with pytest.raises(CheckpointError, match="at most 4096 bytes, and that of step 7"):
-        encode_header(attrs.evolve(HEADER, folder="x" * 4096))
+    with pytest.raises(CheckpointError, match="at most 8192 bytes, and that of step 7"):
+        encode_header(attrs.evolve(HEADER, folder="x" * 8192))
 
 
 @given(st.integers(1, 2), st.lists(st.tuples(st.integers(1, 300), st.integers(0, 2)), max_size=60))

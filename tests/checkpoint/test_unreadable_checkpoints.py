@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import Ranks
 
-from elasticlib import CheckpointManager
+from elasticlib import CheckpointManager, load_checkpoint, save_checkpoint
 from elasticlib.checkpoint.catalog import (
     MANIFEST_NAME,
     DataFile,
@@ -149,3 +150,34 @@ def test_checkpoint_of_a_newer_format_is_neither_deleted_nor_skipped(tmp_path: P
     with pytest.raises(CheckpointError, match="format 9") as raised:
         CheckpointManager(tmp_path).load(2)
     assert not isinstance(raised.value, CheckpointCorruptError)
+
+
+def load_with_other_torch(folder: Path) -> list[str]:
+    """Return the errors of reading a state with a torch that lacks one of its dtypes."""
+    state = {"w": torch.zeros(2, dtype=torch.complex32), "n": 7}
+    save_checkpoint(folder / "step-7.pt", state)
+    with CheckpointManager(folder) as manager:
+        manager.save(7, state).wait()
+    del torch.complex32
+    manager = CheckpointManager(folder)
+    errors = []
+    for read in (
+        lambda: manager.restore({"w": None, "n": 0}),
+        manager.load,
+        lambda: load_checkpoint(folder / "step-7.pt"),
+    ):
+        with pytest.raises(CheckpointError) as raised:
+            read()
+        assert not isinstance(raised.value, CheckpointCorruptError)
+        errors.append(str(raised.value))
+    return errors
+
+
+def test_state_with_a_dtype_that_torch_lacks_is_not_called_corrupt(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    [errors] = ranks.run(load_with_other_torch, 1, tmp_path, backend="")
+    for error in errors:
+        assert "has tensors of complex32, and torch " in error
+        assert "use the version of torch that saved the state" in error
+        assert "from the start" not in error

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter, namedtuple
 
+import attrs
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -166,6 +168,37 @@ def test_a_rank_with_an_empty_share_gets_a_batch_without_rows(workers):
     assert empty["x"].shape == empty["pair"].x.shape == empty["both"][0].shape == (0, 3)
     assert empty["both"][1].shape == (0,)
     assert list(empty["pair"].name) == []
+
+
+@attrs.frozen
+class Graph:
+    """A batch of a class that only its own collate function knows."""
+
+    nodes: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "collate",
+    [
+        lambda samples: np.array(samples),
+        lambda samples: {"x": torch.tensor(samples), "mask": np.array(samples)},
+        lambda samples: Graph(torch.tensor(samples)),
+        lambda samples: (torch.tensor(samples), len(samples)),
+        lambda samples: torch.tensor(float(sum(samples))),
+    ],
+)
+def test_an_empty_share_raises_if_samples_cannot_be_removed_from_a_batch(collate):
+    sampler = ElasticDistributedSampler(range(5), 2, 1, tail="exact")
+    loader = iter(
+        DataLoader(
+            range(5),
+            batch_sampler=ElasticBatchSampler(sampler, 4),
+            collate_fn=EmptyBatchCollator(range(5), collate),
+        )
+    )
+    next(loader)
+    with pytest.raises(ConfigError, match=r"no sample of the batch.*collate_fn"):
+        next(loader)
 
 
 def test_each_step_of_the_docstring_example_has_its_weight():

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+
 import pytest
 from torch.utils.data import BatchSampler, DataLoader
 
-from elasticlib import ElasticDistributedSampler
+from elasticlib import ElasticBatchSampler, ElasticDistributedSampler
 from elasticlib.errors import ConfigError
 
 # The loader forks its workers from a process with threads, which Python 3.12 warns about.
@@ -49,35 +52,68 @@ def orders(n, epochs, **options):
     return orders_of_epochs
 
 
+def expect_next_epoch(epoch):
+    message = rf"epoch {epoch - 1} is complete, and set_epoch was not called: .* epoch {epoch}\."
+    return pytest.warns(UserWarning, match=message)
+
+
 @pytest.mark.parametrize("sets_first_epoch", [True, False])
-def test_a_script_that_counts_and_does_not_set_the_next_epoch_gets_an_error(sets_first_epoch):
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_second_iterator_without_set_epoch_starts_the_next_epoch(sets_first_epoch, counts):
+    """torch's sampler repeats the order of the first epoch. A warning is issued once."""
     sampler = ElasticDistributedSampler(range(10), 2, 0)
     if sets_first_epoch:
         sampler.set_epoch(0)
-    for _ in sampler:
-        sampler.advance(2)
-    assert len(sampler) == sampler.samples_left == 0
-    message = (
-        r"epoch 0 is complete, because all of its 10 samples were counted.*call set_epoch\(1\)"
-        if sets_first_epoch
-        else r"epoch 0 is complete, because an iterator has yielded all of its.*call set_epoch\(1\)"
-    )
-    for _ in range(2):
-        with pytest.raises(ConfigError, match=message):
-            iter(sampler)
-    sampler.set_epoch(1)
-    assert len(list(sampler)) == 5
+
+    def train():
+        used = []
+        for index in sampler:
+            used.append(index)
+            if counts:
+                sampler.advance(2)
+        return used
+
+    first = train()
+    if sets_first_epoch and not counts:
+        assert train() == first  # An epoch that was set is drawn as often as the script likes.
+        return
+    with expect_next_epoch(1) as caught:
+        second = train()
+    assert [warning.filename for warning in caught] == [__file__]
+    assert [first, second, train()] == [order[0::2] for order in orders(10, 3)]
 
 
 @forks
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_script_that_does_not_count_gets_the_same_error(workers):
-    """The DistributedSampler of torch would silently repeat the order of the first epoch."""
-    sampler = ElasticDistributedSampler(range(12), 2, 0)
-    loader = DataLoader(range(12), 2, sampler=sampler, num_workers=workers)
-    assert len(list(loader)) == 3
-    with pytest.raises(ConfigError, match=r"epoch 0 is complete.* call set_epoch\(1\)"):
+@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_loader_without_set_epoch_starts_the_next_epoch(workers, drop_last, counts):
+    sampler = ElasticDistributedSampler(range(14), 2, 0)
+    loader = DataLoader(range(14), 2, sampler=sampler, num_workers=workers, drop_last=drop_last)
+    epochs = []
+    for expected in (contextlib.nullcontext(), expect_next_epoch(1), contextlib.nullcontext()):
+        with expected:
+            epochs.append([])
+            for batch in loader:
+                epochs[-1] += batch.tolist()
+                if counts:
+                    sampler.advance(4)
+    last = 6 if drop_last else 7
+    assert epochs == [order[0::2][:last] for order in orders(14, 3)]
+
+
+@forks
+def test_the_next_epoch_does_not_leave_out_samples_that_were_drawn_and_not_counted():
+    """A loader with workers reads the whole epoch, and the script leaves the loop early."""
+    sampler = ElasticDistributedSampler(range(16), 2, 0)
+    loader = DataLoader(range(16), 2, sampler=sampler, num_workers=2)
+    for _ in itertools.islice(loader, 2):
+        sampler.advance(4)
+    message = r"epoch 0 were drawn, but 8 of them were not counted.*set_epoch\(0\).*set_epoch\(1\)"
+    with pytest.raises(ConfigError, match=message):
         list(loader)
+    sampler.set_epoch(0)
+    assert [index for batch in loader for index in batch.tolist()] == orders(16, 1)[0][8::2]
 
 
 def test_evaluation_in_the_order_of_the_dataset_needs_no_epochs():
@@ -104,18 +140,19 @@ def test_an_epoch_that_is_set_again_at_its_end_is_empty():
     assert list(sampler) == []
 
 
-def test_a_state_at_the_end_of_an_epoch_needs_set_epoch():
+def test_a_state_at_the_end_of_an_epoch_continues_with_the_next_one():
     sampler = ElasticDistributedSampler(range(10), 1, 0)
     sampler.set_epoch(2)
     sampler.advance(10)
-    resumed = ElasticDistributedSampler(range(10), 1, 0)
+    resumed, explicit = (ElasticDistributedSampler(range(10), 1, 0) for _ in range(2))
     resumed.load_state_dict(sampler.state_dict())
-    with pytest.raises(ConfigError, match=r"epoch 2 is complete.* call set_epoch\(3\)"):
-        iter(resumed)
+    with expect_next_epoch(3):
+        assert list(resumed) == orders(10, 4)[3]
+    explicit.load_state_dict(sampler.state_dict())
     lengths = []
-    for epoch in range(resumed.epoch, 4):
-        resumed.set_epoch(epoch)
-        lengths.append(len(list(resumed)))
+    for epoch in range(explicit.epoch, 4):
+        explicit.set_epoch(epoch)
+        lengths.append(len(list(explicit)))
     assert lengths == [0, 10]
 
 
@@ -135,8 +172,8 @@ def test_a_dropped_tail_completes_the_epoch():
     for _ in iter(sampler):
         sampler.advance(3)
     assert sampler.position.consumed == 9
-    with pytest.raises(ConfigError, match="epoch 0 is complete"):
-        iter(sampler)
+    with expect_next_epoch(1):
+        assert len(list(sampler)) == 3
 
 
 def test_the_epoch_can_be_assigned_as_in_torch():
@@ -183,3 +220,17 @@ def test_a_batch_sampler_of_torch_has_the_same_samples_and_length():
     loader = DataLoader(range(20), batch_sampler=BatchSampler(sampler, 3, drop_last=False))
     assert [index for batch in loader for index in batch.tolist()] == list(sampler)
     assert len(loader) == 3
+
+
+def test_the_length_of_an_epoch_does_not_depend_on_the_position():
+    """The lengths of the sampler and of its loader are what is left of a resumed epoch."""
+    for world, left, whole in ((1, 14, 20), (3, 5, 7)):
+        sampler = ElasticDistributedSampler(range(20), world, 0)
+        batches = ElasticBatchSampler(sampler, 8)
+        loader = DataLoader(range(20), 2, sampler=sampler)
+        sampler.advance(6)
+        assert (len(sampler), len(loader)) == (left, -(-left // 2))
+        assert sampler.epoch_length == whole
+        assert (len(batches), batches.epoch_length) == (2, 3)
+    with pytest.raises(ConfigError, match=r"need count >= 0, got -1"):
+        sampler.epochs(-1, loader)

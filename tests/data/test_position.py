@@ -44,9 +44,9 @@ def test_a_rank_out_of_range_is_rejected(rank, world):
 
 
 @given(positions())
-def test_the_saved_state_has_integers_and_a_name_and_can_be_decoded(position):
+def test_the_saved_state_has_integers_and_two_names_and_can_be_decoded(position):
     state = encode(position)
-    assert state.pop("order") == position.order
+    assert (state.pop("order"), state.pop("dataset")) == (position.order, position.dataset)
     assert set(state) == {"format", "seed", "epoch", "consumed", "length"}
     assert all(type(value) is int for value in state.values())
     assert decode(encode(position)) == position
@@ -55,9 +55,9 @@ def test_the_saved_state_has_integers_and_a_name_and_can_be_decoded(position):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"format": 3}, "format is 3 .*only format 6"),
-        ({"format": [6]}, r"format is \[6\] .*only format 6"),
-        ({"format": 6.0}, "format is 6.0.*int"),
+        ({"format": 3}, "format is 3 .*only format 7"),
+        ({"format": [6]}, r"format is \[6\] .*only format 7"),
+        ({"format": 7.0}, "format is 7.0.*int"),
         ({"consumed": 11}, "consumed.*got 11 and 10"),
         ({"consumed": -1}, "consumed.*got -1 and 10"),
         ({"epoch": -1}, "epoch.*got -1"),
@@ -90,6 +90,7 @@ def test_a_state_without_a_field_is_rejected(name):
         (SamplerPosition(0, 2, 8, 12), "length is 12.*10"),
         (SamplerPosition(5, 2, 8, 10), "seed is 5.*0"),
         (SamplerPosition(0, 2, 8, 10, "sequential"), "order is 'sequential'.*'shuffled'"),
+        (SamplerPosition(0, 2, 8, 10, dataset="ab"), "dataset is 'ab' in the state.*''"),
     ],
 )
 def test_a_mismatch_is_rejected_unless_the_caller_allows_it(saved, named):

@@ -13,7 +13,14 @@ from pages import read_page
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
-from elasticlib import ElasticBatchSampler, ElasticDistributedSampler, ShardDataset
+from elasticlib import (
+    ElasticBatchSampler,
+    ElasticDistributedSampler,
+    EmptyBatchCollator,
+    ShardDataset,
+)
+
+DATA: Any = range(64)
 
 
 def run_recipe(marker: str, **names: Any) -> dict[str, Any]:
@@ -53,28 +60,63 @@ def test_learning_rates_are_scaled_during_a_step_only() -> None:
     assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.1
 
 
+@pytest.mark.parametrize("name", ["by_samples", "by_steps"])
+def test_a_schedule_reaches_its_end_after_a_resize(name: str) -> None:
+    """Four ranks train one epoch of three, and one rank the rest. The rate never climbs."""
+    rates: list[float] = []
+    state: list[dict[str, Any]] | None = None
+    for world, last_epoch in ((4, 1), (1, 3)):
+        sampler = ElasticDistributedSampler(DATA, world, 0)
+        batches = ElasticBatchSampler(sampler, 8)
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        names = {"torch": torch, "sampler": sampler, "batches": batches, "optimizer": optimizer}
+        schedule = run_recipe(f"{name} =", **names)[name]
+        if state is not None:
+            for part, saved in zip((sampler, optimizer, schedule), state, strict=True):
+                part.load_state_dict(saved)
+        by_samples: Any = DataLoader(DATA, 2, sampler=sampler)
+        loader = by_samples if name == "by_samples" else DataLoader(DATA, batch_sampler=batches)
+        for _, local_batches in sampler.epochs(last_epoch, loader):
+            for _ in local_batches:
+                optimizer.step()
+                sampler.advance(2 * world if name == "by_samples" else 8)
+                schedule.step()
+                rates += schedule.get_last_lr()
+        state = [part.state_dict() for part in (sampler, optimizer, schedule)]
+    assert len(rates) == (8 + 2 * 32 if name == "by_samples" else 3 * 8)
+    assert rates == sorted(rates, reverse=True)
+    assert rates[-1] == pytest.approx(0)
+
+
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_stream_continues_at_another_world_size(workers: int) -> None:
-    sizes = (5, 9, 0, 14, 7, 20)
+    sizes = (5, 9, 0, 14, 7, 6)  # The last step has one sample, fewer than there are ranks.
     names = run_recipe(
         "IterableDataset",
         DataLoader=DataLoader,
         ElasticDistributedSampler=partial(ElasticDistributedSampler, num_replicas=1, rank=0),
+        EmptyBatchCollator=EmptyBatchCollator,
         dataset=range(8),
     )
     batch, stream = names["BATCH"], names["Stream"]
     dataset = ShardDataset(range(6), sizes, lambda s, a, b: [100 * s + n for n in range(a, b)])
     used: Counter[int] = Counter()
     state = None
-    for world, steps in ((2, 1), (3, 1), (1, 99)):
+    for world, steps in ((2, 1), (3, 1), (2, 99)):
+        num_batches = set()
         for rank in range(world):
             sampler = ElasticDistributedSampler(dataset, world, rank, shuffle=False)
             if state:
                 sampler.load_state_dict(state)
-            loader = DataLoader(stream(dataset, sampler), batch, num_workers=workers)
+            batches = []
+            loader = DataLoader(stream(dataset, sampler), batch_size=None, num_workers=workers)
             for _, samples in zip(range(steps), loader, strict=False):
-                used.update(samples.tolist())
+                batches.append(samples.tolist())
                 sampler.advance(batch * world)
+            assert max(map(len, batches)) <= batch
+            used.update(sample for samples in batches for sample in samples)
+            num_batches.add(len(batches))
         state = sampler.state_dict()
+        assert len(num_batches) == 1  # Otherwise DDP waits for a step that a rank does not make.
     assert used == Counter(100 * s + n for s, size in enumerate(sizes) for n in range(size))

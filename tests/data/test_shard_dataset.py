@@ -140,6 +140,28 @@ def test_a_loader_follows_the_position_over_several_epochs(urls, persistent):
     assert used[0] != used[1]
 
 
+@pytest.mark.parametrize("order", [None, "shuffle_shards"])
+def test_a_state_is_rejected_if_the_shards_have_another_order_and_not_if_they_were_moved(order):
+    def create_sampler(paths):
+        dataset = ShardDataset(paths, [10] * len(paths), read)
+        chosen = order and getattr(dataset, order)
+        return ElasticDistributedSampler(dataset, 1, 0, order=chosen, tail="exact")
+
+    paths = ["/scratch/job7/c.tar", "/scratch/job7/a.tar", "/scratch/job7/b.tar"]
+    saved = create_sampler(paths)
+    saved.advance(10)
+    for others in (sorted(paths), [*paths[:2], "/scratch/job7/d.tar"]):
+        resumed = create_sampler(others)
+        with pytest.raises(StateMismatchError, match=r"shards.*another order.*on_mismatch"):
+            resumed.load_state_dict(saved.state_dict())
+        assert resumed.position.consumed == 0
+        resumed.load_state_dict(saved.state_dict(), on_mismatch="keep")
+        assert resumed.position.consumed == 10
+    moved = create_sampler([f"https://host/{path[-5:]}?token=x" for path in paths])
+    moved.load_state_dict(saved.state_dict())
+    assert moved.position == saved.position
+
+
 def test_a_batch_opens_each_shard_once_and_reads_it_in_order():
     reads = []
 
@@ -233,7 +255,7 @@ def test_invalid_shards_are_rejected():
 
 def test_a_state_of_shards_of_other_sizes_is_rejected():
     state = create_batches(ShardDataset("abcde", (4, 3, 2, 5, 1), read), 2, 0).state_dict()
-    create_batches(ShardDataset("fghij", (4, 3, 2, 5, 1), read), 3, 1).load_state_dict(state)
+    create_batches(ShardDataset("abcde", (4, 3, 2, 5, 1), read), 3, 1).load_state_dict(state)
     with pytest.raises(
         StateMismatchError,
         match=r"order is 'custom \w+' in the state, this sampler has 'custom \w+'",

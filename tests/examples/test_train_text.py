@@ -81,7 +81,7 @@ def test_the_last_state_is_saved_after_a_change_of_the_batch_size(tmp_path, trai
     assert steps == "3"  # two epochs of one step would have been two steps
     checkpoints = CheckpointManager(tmp_path / "checkpoints")
     assert checkpoints.load()["progress"]["step"] == checkpoints.latest() == 3
-    assert checkpoints.load()["sampler"]["epoch"] == 1
+    assert checkpoints.load()["sampler"]["epoch"] == 2
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from typing import Any
 import attrs
 import pytest
 from jobs import (
+    NAMESPACE,
     PROGRAMS,
     WITHOUT_TORCH,
     WORKER,
@@ -26,6 +25,7 @@ from jobs import (
     check_consistent_world,
     generation_of,
     is_alive,
+    lacks_pid_namespaces,
 )
 from processes import find_children
 
@@ -165,7 +165,7 @@ def test_workers_without_notices_are_drained_by_sigterm_with_the_configured_exit
     assert "elasticrun: DRAINED: received SIGUSR1" in agent.text
 
 
-def test_each_further_signal_skips_to_the_next_step_of_stopping_workers(
+def test_each_sigint_skips_to_the_next_step_of_a_stop_and_other_signals_change_nothing(
     job: Job, save: Save
 ) -> None:
     # Both timeouts are longer than the test waits.
@@ -177,6 +177,9 @@ def test_each_further_signal_skips_to_the_next_step_of_stopping_workers(
         hold.touch()
     agent.signal(signal.SIGTERM)
     agent.wait_for_log("preempted: the workers have 600 s to save")
+    # If each of these skipped a step, no worker would get the time to save at SIGTERM.
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2):
+        agent.signal(number)
     agent.signal(signal.SIGINT)
     agent.wait_for_log("still running after the time to save, sending SIGTERM: pid")
     wait_until("one worker to get SIGTERM", (job.folder / "got_sigterm.0").exists)
@@ -186,9 +189,66 @@ def test_each_further_signal_skips_to_the_next_step_of_stopping_workers(
     agent.signal(signal.SIGINT)
     assert agent.exit_code() == 75
     # The worker that has exited may not have been reaped yet.
-    message = rf"a further signal arrived, killing: (pid {workers[0]}, )?pid {workers[1]}\b"
+    message = rf"SIGINT arrived, killing: (pid {workers[0]}, )?pid {workers[1]}\b"
     assert re.search(message, agent.text), agent.text
     assert not (job.folder / "saved.1.1").exists()
+
+
+def start_two_nodes_with_the_store_on_one(job: Job, save: Save) -> tuple[Node, Node]:
+    """Start two nodes whose workers get notices, and return the host of the store first."""
+    endpoint = f"127.0.0.1:{job.reserve_port()}"
+    meet = ("--nnodes", "1:2", "--rdzv-endpoint", endpoint, "--checkpoint-grace", "600")
+    meet = (*meet, "--store-grace", "10")  # the other node ends alone, without a store
+    host = start_with_notices(job, save, "host", *meet)
+    host.wait_for_log("this node hosts the store")
+    other = start_with_notices(job, save, "other", *meet)
+    return host, other
+
+
+def hold_other_node_in_its_save(job: Job, host: Node) -> tuple[int, Path]:
+    """Drain the host of the store, until it has left and waits for the other node's workers.
+
+    Returns:
+        The generation, and the file that keeps the worker of the other node from saving.
+    """
+    both = job.wait_for_world(2)
+    (other_rank,) = (report["RANK"] for report in both if report["node"] == "other")
+    hold = job.folder / f"hold.{other_rank}"
+    hold.touch()
+    host.signal(signal.SIGTERM)
+    host.wait_for_log("this node has left and serves the store until 1 node can continue")
+    return generation_of(both), hold
+
+
+def test_repeated_signals_to_the_host_of_the_store_change_nothing(job: Job, save: Save) -> None:
+    host, other = start_two_nodes_with_the_store_on_one(job, save)
+    generation, hold = hold_other_node_in_its_save(job, host)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2):
+        host.signal(number)
+    for left in (2, 1):
+        host.signal(signal.SIGINT)
+        host.wait_for_log(f"serving the store to the other nodes continues; {left} more")
+    hold.unlink()
+    job.wait_for_world(1, after=generation, seconds=save.timeout)
+    job.finish()
+    assert [host.exit_code(), other.exit_code()] == [75, 0], job.logs
+
+
+def test_the_third_sigint_gives_up_the_store_and_the_last_line_says_so(
+    job: Job, save: Save
+) -> None:
+    host, other = start_two_nodes_with_the_store_on_one(job, save)
+    hold_other_node_in_its_save(job, host)
+    for left in (2, 1):
+        host.signal(signal.SIGINT)
+        host.wait_for_log(f"serving the store to the other nodes continues; {left} more")
+    host.signal(signal.SIGINT)
+    assert host.exit_code() == 75
+    assert host.text.splitlines()[-1] == (
+        "DRAINED: received SIGTERM; serving the store to the other nodes was given up at SIGINT "
+        "number 3"
+    )
+    other.kill()
 
 
 def test_a_resize_gives_workers_the_same_shutdown_timeout_as_any_other_stop(
@@ -211,6 +271,53 @@ def test_a_resize_gives_workers_the_same_shutdown_timeout_as_any_other_stop(
     job.wait_for_world(1, after=2)
     job.finish()
     assert short.exit_code() == 0
+
+
+POLL_ONCE_AND_FAIL = """
+from elasticlib import context
+context().should_stop()
+raise SystemExit(3)
+"""
+
+POLL_OR_LOAD = """
+import os, sys, time
+from pathlib import Path
+from elasticlib import context
+
+folder = Path(sys.argv[1])
+is_loading = os.environ["NODE"] == "loading"
+(folder / f"up.{os.environ['NODE']}").touch()
+while not (folder / "finish").exists():
+    if not is_loading and context().should_stop():
+        break
+    time.sleep(0.01)
+"""
+
+
+def test_sigterm_between_two_generations_drains_a_script_that_takes_notices(job: Job) -> None:
+    script = job.folder / "script.py"
+    script.write_text(POLL_ONCE_AND_FAIL)
+    agent = start_elasticrun(job, "a", "--standalone", "--max-restarts", "9", str(script))
+    agent.wait_for_log("the restart is delayed by 5 s")
+    agent.signal(signal.SIGTERM)
+    assert agent.exit_code() == 75
+    assert "DRAINED: received SIGTERM" in agent.text
+
+
+def test_sigterm_drains_a_node_that_still_loads_if_another_node_takes_notices(job: Job) -> None:
+    script = job.folder / "script.py"
+    script.write_text(POLL_OR_LOAD)
+    meet = ("--nnodes", "1:2", "--rdzv-endpoint", job.start_store())
+    command = (sys.executable, "-m", "elasticlib.launch", *meet, str(script), str(job.folder))
+    extra = {"PYTHONPATH": WITHOUT_TORCH, "LOGLEVEL": "DEBUG"}
+    polling, loading = (job.start(name, *command, **extra) for name in ("polling", "loading"))
+    wait_until("the worker that loads", (job.folder / "up.loading").exists)
+    loading.wait_for_log("the script takes notices on another node")
+    loading.signal(signal.SIGTERM)
+    assert loading.exit_code() == 75
+    assert "DRAINED: received SIGTERM" in loading.text
+    job.finish()
+    assert polling.exit_code() == 0, job.logs
 
 
 def test_fifty_nested_processes_of_a_worker_are_all_killed(job: Job) -> None:
@@ -246,15 +353,6 @@ def test_restarts_after_quick_failures_are_delayed_and_a_signal_ends_the_delay(j
     assert len(re.findall(r"elasticrun: generation \d", agent.text)) == 3
 
 
-NAMESPACE = ("unshare", "--pid", "--fork", "--mount-proc")
-
-
-def _lacks_pid_namespaces() -> bool:
-    if shutil.which(NAMESPACE[0]) is None:
-        return True
-    return subprocess.run([*NAMESPACE, "true"], capture_output=True, check=False).returncode != 0
-
-
 ORPHANS = """
 for i in 1 2 3; do (setsid true &) ; (true &) ; done
 touch $0/up
@@ -263,7 +361,7 @@ exit 7
 """
 
 
-@pytest.mark.skipif(_lacks_pid_namespaces(), reason="PID namespaces are not available")
+@pytest.mark.skipif(lacks_pid_namespaces(), reason="PID namespaces are not available")
 def test_process_1_reaps_orphans_and_exits_only_with_its_agent(job: Job) -> None:
     launch = (*NAMESPACE, sys.executable, "-m", "elasticlib.launch", "--standalone")
     script = ("--no-python", "sh", "-c", ORPHANS, str(job.folder))
@@ -277,7 +375,7 @@ def test_process_1_reaps_orphans_and_exits_only_with_its_agent(job: Job) -> None
     assert "exited with code 7" in outside.text
 
 
-@pytest.mark.skipif(_lacks_pid_namespaces(), reason="PID namespaces are not available")
+@pytest.mark.skipif(lacks_pid_namespaces(), reason="PID namespaces are not available")
 def test_process_1_forks_before_torch_is_imported(job: Job) -> None:
     launch = (*NAMESPACE, sys.executable, "-m", "elasticlib.launch", "--standalone")
     # With `auto`, the agent imports torch when it parses the command line.
@@ -292,7 +390,7 @@ def test_process_1_forks_before_torch_is_imported(job: Job) -> None:
     assert outside.exit_code() == 1
 
 
-@pytest.mark.skipif(_lacks_pid_namespaces(), reason="PID namespaces are not available")
+@pytest.mark.skipif(lacks_pid_namespaces(), reason="PID namespaces are not available")
 def test_process_1_forwards_a_drain_signal_and_exits_with_the_code_of_its_agent(job: Job) -> None:
     launch = (*NAMESPACE, sys.executable, "-m", "elasticlib.launch", "--standalone")
     outside = job.start("a", *launch, WORKER, str(job.folder), PYTHONPATH=WITHOUT_TORCH)

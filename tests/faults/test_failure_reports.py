@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,11 +56,11 @@ def test_each_node_prints_the_traceback_of_the_failed_worker_last(failed_job: Fa
         lines = node.text.splitlines()
         (start,) = (i for i, line in enumerate(lines) if "elasticrun: root cause in" in line)
         shown = "\n".join(lines[start:])
-        assert "worker of rank 2" in lines[start + 1]
+        assert shown.count("worker of rank 2") == 1  # in the last line
         assert 'train(float("nan"))' in shown
         assert lines[-2] == "    ValueError: the loss is nan"
         assert lines[-1].startswith("elasticrun: FAILED: ")
-        assert "ValueError: the loss is nan" in lines[-1]
+        assert re.search("worker of rank 2 .*ValueError: the loss is nan", lines[-1])
         assert LIBRARY not in shown.partition("Traceback")[2]
 
 
@@ -84,12 +85,13 @@ def test_the_root_cause_of_a_program_without_python_is_the_end_of_its_stderr(job
     text = "echo 'terminate called after: boom' >&2; echo '  what():  no room' >&2; kill -ABRT $$"
     agent = job.start("a", *single_node("sh", "-c", text), PYTHONPATH=WITHOUT_TORCH)
     assert agent.exit_code() == 1
-    end = agent.text.splitlines()[-5:]
-    assert end[0].endswith("terminate called after: boom: what():  no room")
-    assert "was killed by SIGABRT (not sent by this agent)" in end[0]
+    head, *end, last = agent.text.splitlines()[-5:]
+    assert head.startswith("elasticrun: root cause in generation 1")
+    text = "terminate called after: boom: what(): no room"
+    assert f"was killed by SIGABRT (not sent by this agent): {text}" in last
     ((*_, last_event),) = job.events()
-    assert last_event.data["root_cause"]["what"] in end[0]
-    assert end[1:4] == [
+    assert " ".join(last_event.data["root_cause"]["what"].split()) in last
+    assert end == [
         "  the last lines of its stderr:",
         "    terminate called after: boom",
         "      what():  no room",

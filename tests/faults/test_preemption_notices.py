@@ -139,6 +139,29 @@ def test_a_notice_during_a_save_shortens_it_to_the_deadline(job: Job) -> None:
     assert "killing: pid" in node.text
 
 
+def test_a_notice_without_time_to_save_does_not_delay_the_other_nodes(job: Job) -> None:
+    """The other node would wait in `should_stop` for longer than this test."""
+    flags = (*LEASE, "--nnodes", "1:2", "--rdzv-endpoint", job.start_store())
+    flags = (*flags, "--checkpoint-grace", "600")
+    nodes = {}
+    for name in "ab":
+        notice = f"--preemption-notice=file:{job.folder / name}.notice"
+        command = job.agent_command(*flags, notice, program=CONTEXT)
+        nodes[name] = job.start(name, *command, PYTHONPATH=WITHOUT_TORCH)
+    before = job.wait_for_world(2)
+    wait_for_steps(job)
+    leaving = before[-1]["node"]
+    part = job.folder / "notice.part"
+    part.write_text('{"deadline_s": 0}')
+    part.rename(job.folder / f"{leaving}.notice")
+    assert nodes.pop(leaving).exit_code() == 75
+    (after,) = job.wait_for_world(1, after=generation_of(before))
+    assert after["TORCHELASTIC_RESTART_COUNT"] == "0"
+    job.finish()
+    (other,) = nodes.values()
+    assert other.exit_code() == 0, job.logs
+
+
 def test_a_node_that_waits_for_others_leaves_at_a_notice(job: Job) -> None:
     notice = job.folder / "notice"
     flags = ("--nnodes", "2", "--rdzv-endpoint", job.start_store(), "--rdzv-id", "job")

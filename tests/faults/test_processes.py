@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
+import sys
 
 import pytest
 from jobs import PROGRAMS, WITHOUT_TORCH, Job, Node, generation_of, is_alive
@@ -40,7 +42,8 @@ def test_no_process_outlives_a_killed_agent(job: Job, method: str, number: signa
 
 @METHODS
 def test_the_child_of_a_crashed_worker_is_killed(job: Job, method: str) -> None:
-    agent = start_agent(job, method, "--max-restarts", "1", worker=("child",))
+    flags = ("--max-restarts", "1", "--checkpoint-grace", "1")
+    agent = start_agent(job, method, *flags, worker=("child",))
     before = job.wait_for_world(2)
     os.kill(before[0]["pid"], signal.SIGKILL)
     after = job.wait_for_world(2, after=generation_of(before))
@@ -49,7 +52,62 @@ def test_the_child_of_a_crashed_worker_is_killed(job: Job, method: str) -> None:
     job.finish()
     assert agent.exit_code() == 0
     job.wait_until_gone()
+    # A child of a worker that has succeeded may go on for the grace time.
     assert not any(is_alive(report["child"]) for report in after)
+    killed = re.search("killed processes that workers of this node had started.*", agent.text)
+    assert killed is not None, agent.text
+    assert all(str(report["child"]) in killed[0] for report in after)
+
+
+# Rank 0 starts a process that ends its work only after all workers have ended.
+UPLOADING_WORKER = """
+import os, pathlib, subprocess, sys
+from elasticlib.testing.waiting import wait_until
+
+folder = pathlib.Path(sys.argv[1])
+pid = folder / "pid"
+if os.environ["RANK"] == "0":
+    upload = "until [ -e %s/all-ended ]; do sleep 0.05; done; echo uploaded > %s/uploaded"
+    subprocess.Popen(["sh", "-c", upload % (folder, folder)])
+    pid.with_suffix(".part").write_text(str(os.getpid()))
+    pid.with_suffix(".part").rename(pid)
+else:
+    def has_exited():
+        state = pathlib.Path(f"/proc/{pid.read_text()}/stat").read_text()
+        return state.rpartition(")")[2].split()[0] == "Z"
+
+    wait_until("the exit of rank 0", lambda: pid.exists() and has_exited())
+"""
+
+
+@METHODS
+def test_a_process_that_a_succeeded_worker_has_started_ends_its_work(job: Job, method: str) -> None:
+    script = job.folder / "script.py"
+    script.write_text(UPLOADING_WORKER)
+    command = (sys.executable, "-m", "elasticlib.launch", *TWO_WORKERS, f"--start-method={method}")
+    agent = job.start("a", *command, str(script), str(job.folder), PYTHONPATH=WITHOUT_TORCH)
+    agent.wait_for_log(
+        "the workers of this node have succeeded; waiting up to 30 s for .* \\(sh\\)"
+    )
+    (job.folder / "all-ended").touch()
+    assert agent.exit_code() == 0, agent.text
+    assert (job.folder / "uploaded").read_text() == "uploaded\n"
+    assert "killed processes" not in agent.text
+
+
+def test_the_third_sigint_ends_the_wait_for_what_succeeded_workers_have_started(job: Job) -> None:
+    agent = start_agent(job, "spawn", "--checkpoint-grace", "600", worker=("child",))
+    reports = job.wait_for_world(2)
+    job.finish()
+    agent.wait_for_log("waiting up to 600 s for processes")
+    agent.signal(signal.SIGTERM)
+    for left in (2, 1):
+        agent.signal(signal.SIGINT)
+        agent.wait_for_log(f"processes that workers have started continues; {left} more")
+    agent.signal(signal.SIGINT)
+    assert agent.exit_code() == 0, agent.text
+    job.wait_until_gone()
+    assert not any(is_alive(report["child"]) for report in reports)
 
 
 @METHODS
@@ -115,7 +173,9 @@ def test_a_deferred_import_that_fails_affects_no_worker_and_uses_no_restart(
     agent = start_with_deferred_import(job, "raise RuntimeError('as if it were broken')")
     reports = job.wait_for_world(2)
     agent.wait_for_log("torch._dynamo cannot be imported: RuntimeError: as if it were broken")
-    assert sorted(find_workers(agent.pid)) == sorted(report["pid"] for report in reports)
+    workers = sorted(report["pid"] for report in reports)
+    # The process that could not import the module may still be ending.
+    wait_until("only the workers to be left", lambda: sorted(find_workers(agent.pid)) == workers)
     job.finish()
     assert agent.exit_code() == 0, agent.text
     assert job.reports(generation_of(reports)) == reports

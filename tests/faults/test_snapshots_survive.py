@@ -5,23 +5,28 @@ No file is left in shared memory.
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import struct
 import sys
 from pathlib import Path
 
 import pytest
+from hosts import Cluster, Host
 from jobs import PROGRAMS, Job, Node, generation_of, is_alive
 
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint import snapshot_slots
+from elasticlib.dir_lock import is_locked
 from elasticlib.testing.waiting import wait_until
 
 pytestmark = pytest.mark.faults
 
 LAUNCH = (sys.executable, "-m", "elasticlib.launch")
 WORKER = str(PROGRAMS / "snapshot_worker.py")
+WORKER_PARTS = ("parts", "paced")
 QUICK = ("--monitor-interval", "0.02")
 
 
@@ -76,23 +81,31 @@ def test_a_worker_killed_during_a_snapshot_leaves_the_last_complete_one_for_a_dr
     assert not Path(report["memory"]).exists()
 
 
-def test_a_second_sigterm_cancels_a_final_write_that_waits_for_another_node(job: Job) -> None:
+def test_the_third_sigint_gives_up_a_final_write_that_waits_for_another_node(job: Job) -> None:
     permit(job, 5)
     flags = ("--nnodes", "2", "--rdzv-endpoint", job.start_store())
     # No lease expires, so that the stopped node counts as one that may still report its parts.
     flags = (*flags, "--rdzv-conf", "keep_alive_max_attempt=1000")
-    nodes = {name: start_node(job, name, *flags, worker=("parts", "paced")) for name in "ab"}
+    nodes = {name: start_node(job, name, *flags, worker=WORKER_PARTS) for name in "ab"}
     job.wait_for_world(2)
     wait_until("step 5", lambda: [read_progress(job, rank)[1] for rank in (0, 1)] == [5, 5])
     nodes["b"].signal(signal.SIGSTOP)
     nodes["a"].signal(signal.SIGTERM)
-    nodes["a"].wait_for_log("still writing the last snapshots, .*; a further SIGTERM gives them up")
-    assert nodes["a"].process.poll() is None
+    nodes["a"].wait_for_log("still writing the last snapshots, .*; the third SIGINT gives them up")
     nodes["a"].signal(signal.SIGTERM)
-    assert nodes["a"].exit_code(20.0) == 128 + signal.SIGTERM
-    nodes["a"].wait_for_log(
-        "the snapshot of step 5 was not written to .*disk: the agent received SIGTERM again during "
-        "the final write"
+    for left in (2, 1):
+        nodes["a"].signal(signal.SIGINT)
+        nodes["a"].wait_for_log(
+            f"SIGINT: the final write of snapshots continues; {left} more will end it"
+        )
+    assert nodes["a"].process.poll() is None
+    nodes["a"].signal(signal.SIGINT)
+    assert nodes["a"].exit_code() == 128 + signal.SIGTERM
+    last_line = nodes["a"].text.splitlines()[-1]
+    assert re.search(
+        "STOPPED: received SIGTERM; the snapshot of step 5 was not written to .*disk: "
+        "the final write of snapshots was given up at SIGINT number 3",
+        last_line,
     )
     nodes["b"].kill()
 
@@ -111,7 +124,7 @@ def test_the_last_snapshot_of_a_killed_node_survives_on_its_peer_and_its_memory_
     meet = ("--nnodes", "1:2", "--nproc-per-node", "2", "--rdzv-endpoint", job.start_store())
     # Both nodes must be in the first generation: a single one would make all permitted steps.
     flags = (*meet, "--rdzv-conf", "last_call_timeout=60", "--snapshot-replicas", "1")
-    nodes = {name: start_node(job, name, *flags, worker=("parts", "paced")) for name in "ab"}
+    nodes = {name: start_node(job, name, *flags, worker=WORKER_PARTS) for name in "ab"}
     reports = job.wait_for_world(4)
     remaining, lost = reports[0], reports[2]
     wait_until("replicas", lambda: has_parts(remaining["memory"], 5, "1", {2, 3}))
@@ -149,3 +162,81 @@ def test_the_last_snapshot_of_a_killed_node_survives_on_its_peer_and_its_memory_
         r"DRAINED: received SIGUSR2; the snapshot of step 9 was not written to .*disk"
     )
     assert not Path(remaining["memory"]).exists()
+
+
+def test_the_last_snapshot_of_a_lost_rack_survives_in_another_rack(job: Job) -> None:
+    permit(job, 5)
+    meet = ("--nnodes", "2:4", "--rdzv-endpoint", job.start_store())
+    flags = (*meet, "--rdzv-conf", "last_call_timeout=60", "--snapshot-replicas", "1")
+    nodes = {
+        name: start_node(
+            job, name, *flags, "--topology", f"rack{name in 'cd'}", worker=WORKER_PARTS
+        )
+        for name in "abcd"
+    }
+    reports = job.wait_for_world(4)
+    racks = [{report["node"] for report in half} for half in (reports[:2], reports[2:])]
+    assert sorted(map(sorted, racks)) == [["a", "b"], ["c", "d"]]
+    lost, remaining = reports[:2], reports[2:]
+    for report, owner in zip(remaining, "01", strict=True):
+        wait_until("a replica", lambda r=report, o=owner: has_parts(r["memory"], 5, o, {int(o)}))
+    for report in lost:
+        nodes[report["node"]].signal(signal.SIGSTOP)
+    for report in lost:
+        os.kill(report["pid"], signal.SIGKILL)
+        nodes[report["node"]].kill()
+    restarted = job.wait_for_world(2, after=generation_of(reports))
+    assert [report["wrong"] for report in restarted] == [[], []]
+    left = [one for report in restarted for one in report["snapshots"]]
+    assert {part for step, part, _ in left if step == 5} == {0, 1, 2, 3}
+    job.finish()
+    assert [nodes[report["node"]].exit_code() for report in restarted] == [0, 0]
+
+
+def start_container(host: Host, job: Job, name: str) -> Node:
+    """Start a job of one node in a PID namespace of its own, which shares `/dev/shm` of the host.
+
+    Its worker takes three snapshots, and waits for a file with the name `finish`. If the process of
+    the node is killed, the kernel kills all processes of the namespace with it.
+    """
+    enter = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+    folder = job.folder / name
+    folder.mkdir()
+    (folder / "permit").write_text("3")
+    agent = (*LAUNCH, *QUICK, "--standalone", WORKER, str(folder), "paced")
+    return host.start(name, *enter, *agent)
+
+
+def snapshot_dir_of(job: Job, name: str) -> Path:
+    """Return the directory of snapshots on the host that the worker of a container has reported."""
+
+    def find_report() -> list[Path]:
+        return list((job.folder / name).glob("report.*.json"))
+
+    (report,) = wait_until("a report", find_report, details=lambda: job.logs)
+    return Path(json.loads(report.read_text())["memory"])
+
+
+def test_a_node_removes_what_a_killed_one_has_left_and_nothing_of_a_running_one(
+    cluster: Cluster, job: Job
+) -> None:
+    host = cluster.add_host()
+    shared = Path(f"/proc/{host.namespaces.pid}/root")
+    nodes, memory = {}, {}
+    for name in ("running", "killed"):
+        nodes[name] = start_container(host, job, name)
+        memory[name] = shared / snapshot_dir_of(job, name).relative_to("/")
+        wait_until("a snapshot", lambda name=name: snapshot_slots.list_snapshots(memory[name]))
+    nodes["killed"].kill()
+    wait_until("its processes to end", lambda: not is_locked(memory["killed"]))
+    assert snapshot_slots.list_snapshots(memory["killed"])
+    nodes["later"] = start_container(host, job, "later")
+    left = memory.pop("killed").name
+    nodes["later"].wait_for_log(rf"removed .* that killed agents have left: .*{left}")
+    memory["later"] = shared / snapshot_dir_of(job, "later").relative_to("/")
+    assert set((shared / "dev/shm").iterdir()) == set(memory.values())
+    assert snapshot_slots.list_snapshots(memory["running"])
+    for name in memory:
+        (job.folder / name / "finish").touch()
+        assert nodes[name].exit_code() == 0
+    assert not list((shared / "dev/shm").iterdir())

@@ -91,14 +91,11 @@ def test_hung_workers_are_restarted_after_their_stacks_are_written(job: Job) -> 
     first = job.wait_for_world(2)
     again = job.wait_for_world(2, after=generation_of(first))
     assert [report["TORCHELASTIC_RESTART_COUNT"] for report in again] == ["1", "1"]
-    message = (
-        r"hung: rank \d on \S+ is at step 19, inactive for \d\.\d s; the others are at the same"
-    )
+    message = r"hung: ranks? [01].* at step 19, inactive for .*no rank stands out"
     for node in nodes:
         assert re.search(message, node.text), node.text
         (stacks,) = logs[node.name].glob("*/attempt_0/0/stacks.txt")
         assert re.search(r"Stack .*\n  File .*context_worker", stacks.read_text())
-    # If both nodes detect the hang before they hear of each other, each names its own rank.
     assert any("the stacks of rank" in node.text for node in nodes)
     job.finish()
     assert [node.exit_code() for node in nodes] == [0, 0]

@@ -1,9 +1,12 @@
-"""A step that is interrupted at any of its operations is rolled back exactly, or reported."""
+"""A step that is interrupted anywhere is undone, whatever it has changed in the state."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,8 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elasticlib.checkpoint.state_tree import to_plain_values
-from elasticlib.in_place.rollback import StateRollback
+import elasticlib
+from elasticlib import ElasticBatchSampler, ElasticDistributedSampler
+from elasticlib.errors import CheckpointError
+
+STEPS = 3
 
 
 class Interruption(Exception):
@@ -35,56 +41,53 @@ class InterruptAt(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-class WritesThroughData(torch.optim.SGD):
-    """Writes parameters through `.data`, which does not raise `Tensor._version`."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        assert closure is None
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.data.add_(parameter.grad.data, alpha=-group["lr"])
-
-
 class Training:
-    """A model, an optimizer and every kind of value that a step may change."""
+    """A model, an optimizer, and a schedule. Subclasses change more values in a step."""
 
-    def __init__(self, kind: str, steps: int = 0) -> None:
+    fused = False
+
+    def __init__(self) -> None:
         torch.manual_seed(1)
         random.seed(1)
         layers = (nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
         self.model = nn.Sequential(*layers)
         parameters = self.model.parameters()
-        self.optimizer: torch.optim.Optimizer = {
-            "adam": lambda: torch.optim.AdamW(parameters, foreach=False),
-            "foreach": lambda: torch.optim.AdamW(parameters, foreach=True),
-            "data": lambda: WritesThroughData(parameters, lr=0.1),
-        }[kind]()
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters, fused=self.fused)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)
-        self.average = torch.zeros(())
-        self.counts = {"steps": 0, "seen": [0]}
         self.state: dict[str, Any] = {
             "model": self.model,
             "optimizer": self.optimizer,
             "schedule": self.schedule,
-            "average": self.average,
-            "counts": self.counts,
         }
-        for _ in range(steps):
-            self.step()
 
     def step(self) -> None:
         out = self.model(torch.randn(5, 3) + random.random())
-        self.average.mul_(0.9).add_(out.detach().mean())
-        self.counts["seen"].append(1)  # type: ignore[attr-defined]
         out.square().sum().backward()
         self.optimizer.step()
         self.schedule.step()
         self.optimizer.zero_grad()
-        self.counts["steps"] += 1  # type: ignore[operator]
+
+    def batches(self) -> ElasticBatchSampler:
+        sampler = ElasticDistributedSampler(range(STEPS), 1, 0, shuffle=False)
+        return ElasticBatchSampler(sampler, 1)
 
     def capture(self) -> Any:
-        values = copy.deepcopy(to_plain_values(self.state))
-        return values, torch.get_rng_state(), random.getstate()
+        """Return a copy of everything that a step may have changed."""
+        return copy.deepcopy(plain(self.state)), torch.get_rng_state(), random.getstate()
+
+
+def plain(value: Any) -> Any:
+    """Return the values of a state, in plain containers, without graphs."""
+    if isinstance(value, nn.Module):
+        flags = [(module.training, len(module._modules)) for module in value.modules()]
+        return plain(value.state_dict()), flags, [p.requires_grad for p in value.parameters()]
+    if hasattr(value, "state_dict"):
+        return plain(value.state_dict())
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: plain(part) for key, part in value.items()}
+    return [plain(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def is_equal(one: Any, other: Any) -> bool:
@@ -97,45 +100,118 @@ def is_equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@pytest.mark.parametrize(("kind", "before"), [("adam", 0), ("foreach", 2), ("data", 0)])
-def test_a_step_interrupted_anywhere_is_rolled_back_or_reported(kind: str, before: int) -> None:
-    expected = Training(kind, before)
-    before_step = expected.capture()
+def train(training: Training, *, interrupted_at: tuple[int, int] | None = None) -> list[Any]:
+    """Run all steps. Return the state before and after each of them.
+
+    Args:
+        training: what to train.
+        interrupted_at: a step, and the number of the operation at which its first attempt is
+            interrupted. If the step has fewer operations, it is interrupted at its end.
+    """
+    loop, captured = elasticlib.steps(training.batches(), training.state), [training.capture()]
+    while loop.step < STEPS:
+        with contextlib.suppress(Interruption):
+            for attempt in loop:
+                with attempt:
+                    assert is_equal(training.capture(), captured[-1])
+                    if interrupted_at is not None and attempt.step == interrupted_at[0]:
+                        at, interrupted_at = interrupted_at[1], None
+                        with InterruptAt(at):
+                            training.step()
+                        raise Interruption
+                    training.step()
+                captured.append(training.capture())
+    return captured
+
+
+def count_operations(training: Training) -> int:
+    for _ in range(STEPS - 1):
+        training.step()
     with InterruptAt() as counter:
-        expected.step()
-    after_step = expected.capture()
-    for at in range(counter.count):
-        training = Training(kind, before)
-        rollback = StateRollback(training.state)
-        with rollback.watch_optimizers():
-            rollback.begin()
-            with pytest.raises(Interruption), InterruptAt(at):
-                training.step()
-            was_rolled_back = rollback.roll_back()
-        if was_rolled_back:
-            assert is_equal(training.capture(), before_step), f"interrupted before operation {at}"
-            assert all(one.grad is None for one in training.model.parameters())
-            training.step()
-            assert is_equal(training.capture(), after_step), f"interrupted before operation {at}"
-        else:
-            assert training.optimizer.state or kind == "data"
+        training.step()
+    return counter.count
 
 
-def test_a_step_whose_optimizer_has_started_cannot_be_rolled_back() -> None:
-    training = Training("adam")
-    rollback = StateRollback(training.state)
-    with rollback.watch_optimizers():
-        rollback.begin()
-        training.model(torch.randn(5, 3)).sum().backward()
-        assert rollback.roll_back()
-        rollback.begin()
-        training.model(torch.randn(5, 3)).sum().backward()
-        training.optimizer.step()
-        assert not rollback.roll_back()
-    rollback.begin()
-    with torch.no_grad():
-        next(training.model.parameters()).add_(1)
-    assert not rollback.roll_back()
+class Fused(Training):
+    """Uses an optimizer that writes without raising `Tensor._version`."""
+
+    fused = True
+
+
+@pytest.mark.parametrize("kind", [Training, Fused])
+def test_a_step_interrupted_at_any_operation_is_undone(kind: type[Training]) -> None:
+    expected = train(kind())
+    for at in range(count_operations(kind()) + 1):
+        assert is_equal(train(kind(), interrupted_at=(STEPS, at)), expected), at
+
+
+class Nested(Fused):
+    """Has objects in lists and dicts, as a script with several optimizers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = {"model": self.model, "others": [[self.optimizer], {"rate": self.schedule}]}
+
+
+class MomentumEncoder(Training):
+    """Updates a second model from the first one before the optimizer does, as DINO does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.model).requires_grad_(False)
+        self.state["teacher"] = self.teacher
+
+    def step(self) -> None:
+        for own, other in zip(self.teacher.parameters(), self.model.parameters(), strict=True):
+            own.data.mul_(0.5).add_(other.data, alpha=0.5)
+        super().step()
+
+
+class AssignedData(MomentumEncoder):
+    """Does the same by assigning `.data`, as MoCo does."""
+
+    def step(self) -> None:
+        for own, other in zip(self.teacher.parameters(), self.model.parameters(), strict=True):
+            own.data = own.data * 0.5 + other.data * 0.5
+        Training.step(self)
+
+
+class WeightNoise(Training):
+    """Writes to the parameters and to the optimizer's state, through `.data`."""
+
+    def step(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.data += 0.1 * torch.randn_like(parameter)
+            if state := self.optimizer.state.get(parameter):
+                state["exp_avg"].data.mul_(0.5)
+        super().step()
+
+
+class CountsCalls(nn.Module):
+    """Has values that are neither parameters nor buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra: dict[str, Any] = {"calls": 0, "sum": torch.zeros(3)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.extra["calls"] += 1
+        self.extra["sum"] += x.detach().sum(0)
+        return x
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return self.extra
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.extra = state
+
+
+class ExtraState(Training):
+    """Has a module with an extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.insert(0, CountsCalls())
 
 
 class FunctionalNorm(nn.Module):
@@ -152,48 +228,159 @@ class FunctionalNorm(nn.Module):
         return nn.functional.batch_norm(x, self.mean, self.var, training=True)
 
 
-class WritesData(nn.Module):
-    """Counts its calls through `.data`, which does not raise `Tensor._version`."""
+class Buffers(Training):
+    """Has a module whose buffers a functional operation writes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        assert isinstance(self.calls, Tensor)
-        self.calls.data.add_(1)
-        return x
+        self.model.insert(0, FunctionalNorm(3))
 
 
-@pytest.mark.parametrize("layer", [FunctionalNorm(3), WritesData(), nn.BatchNorm1d(3)], ids=str)
-def test_buffers_return_to_their_values_before_the_last_step(layer: nn.Module) -> None:
-    model = nn.Sequential(layer, nn.Linear(3, 1))
-    rollback = StateRollback({"model": model})
-    for _ in range(3):
-        rollback.begin()
-        before = copy.deepcopy(model.state_dict())
-        model(torch.randn(5, 3) + 1)
-    assert rollback.roll_back()
-    assert is_equal(model.state_dict(), before)
+class Replaces(Training):
+    """Replaces an object in the state, and one in the model."""
+
+    def step(self) -> None:
+        super().step()
+        self.state["schedule"] = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.9)
+        self.schedule = self.state["schedule"]
+        self.model[3].bias = nn.Parameter(torch.randn(1))
+        self.model.append(nn.Linear(1, 1))
+        self.state[f"name {len(self.state)}"] = 1
+
+    def capture(self) -> Any:
+        self.schedule = self.state["schedule"]  # A script reads it there as well.
+        return super().capture()
 
 
-def test_objects_below_the_top_level_of_the_state_are_rolled_back() -> None:
-    training = Training("adam", 1)
-    rollback = StateRollback({"all": training.state})
-    rollback.begin()
-    before_step = training.capture()
-    training.model(torch.randn(5, 3)).sum().backward()
-    training.optimizer.step()
-    assert rollback.roll_back()
-    assert is_equal(training.capture()[0], before_step[0])
-    assert all(one.grad is None for one in training.model.parameters())
+class Grows(Training):
+    """Has containers that grow and shrink, sets, and a leaf that becomes a part of a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.history: dict[str, Any] = {"losses": [torch.zeros(())], "seen": {0}}
+        self.history |= {"average": torch.zeros(()), "bytes": bytearray(b"0")}
+        self.state["history"] = self.history
+
+    def step(self) -> None:
+        loss = self.model(torch.randn(5, 3)).sum()
+        self.history["losses"].append(loss)
+        self.history["losses"] = self.history["losses"][-3:]
+        self.history[f"key {len(self.history)}"] = loss.detach()
+        self.history["seen"].add(len(self.history))
+        self.history["bytes"] += b"1"
+        self.history["average"] *= 0.9
+        self.history["average"] += loss.detach()
+        self.state["loss"] = loss  # a value with a graph
+        super().step()
+
+
+class Flags(Training):
+    """Changes between training and evaluation, and which parameters are trained."""
+
+    def step(self) -> None:
+        self.model[0].requires_grad_(requires_grad=not self.model[0].weight.requires_grad)
+        self.model.train(not self.model.training)
+        super().step()
+
+
+class CountingOptimizer(torch.optim.SGD):
+    """Has a value of its own in its state dict."""
+
+    num_steps = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.num_steps += 1
+        super().step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "num_steps": self.num_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.num_steps = state.pop("num_steps")
+        super().load_state_dict(state)
+
+
+class OwnOptimizer(Training):
+    """Uses an optimizer with a state dict of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.optimizer = CountingOptimizer(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)
+        self.state |= {"optimizer": self.optimizer, "schedule": self.schedule}
+
+
+KINDS = [
+    *(Nested, MomentumEncoder, AssignedData, WeightNoise, ExtraState, Buffers),
+    *(Replaces, Grows, Flags, OwnOptimizer),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_a_step_has_changed_in_the_state_is_undone(kind: type[Training]) -> None:
+    expected = train(kind())
+    num_operations = count_operations(kind())
+    for step, at in itertools.product((1, STEPS), (num_operations // 4, 10_000)):
+        assert is_equal(train(kind(), interrupted_at=(step, at)), expected), (step, at)
+
+
+def test_objects_keep_their_identity_and_have_no_gradients() -> None:
+    training = Training()
+    objects = [*training.model.parameters(), *training.model.buffers(), training.schedule]
+    train(training, interrupted_at=(2, 10_000))
+    assert all(
+        one is other
+        for one, other in zip(
+            [*training.model.parameters(), *training.model.buffers(), training.state["schedule"]],
+            objects,
+            strict=True,
+        )
+    )
+    assert all(parameter.grad is None for parameter in training.model.parameters())
+
+
+def unsupported_object() -> dict[str, Any]:
+    return {"odd": iter([1, 2])}
+
+
+def lazy_module() -> dict[str, Any]:
+    return {"net": nn.LazyLinear(2)}
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (unsupported_object, r"state\['odd'\] is a list_iterator"),
+        (lazy_module, r"state\['net'\] has lazy parameters"),
+    ],
+)
+def test_what_cannot_be_undone_is_refused_before_another_attempt(
+    make: Callable[[], dict[str, Any]], reason: str
+) -> None:
+    loop, attempts = elasticlib.steps(Training().batches(), make()), 0
+
+    def iterate() -> None:
+        nonlocal attempts
+        for attempt in loop:
+            with attempt:
+                attempts += 1
+                if attempt.step == 1:
+                    raise Interruption
+
+    with pytest.raises(Interruption):
+        iterate()
+    with pytest.raises(CheckpointError, match=rf"step 1 was interrupted.*{reason}"):
+        iterate()
+    assert attempts == 1
 
 
 def test_a_scaler_may_unscale_again() -> None:
-    training, scaler = Training("adam", 1), torch.amp.GradScaler("cpu")
-    rollback = StateRollback({**training.state, "scaler": scaler})
+    training, scaler = Training(), torch.amp.GradScaler("cpu")
+    loop = elasticlib.steps(training.batches(), {**training.state, "scaler": scaler})
     for _ in range(2):
-        rollback.begin()
-        scaler.scale(training.model(torch.randn(5, 3)).sum()).backward()
-        scaler.unscale_(training.optimizer)
-        assert rollback.roll_back()
+        with contextlib.suppress(Interruption):
+            for attempt in loop:
+                with attempt:
+                    scaler.scale(training.model(torch.randn(5, 3)).sum()).backward()
+                    scaler.unscale_(training.optimizer)
+                    raise Interruption

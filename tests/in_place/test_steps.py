@@ -68,6 +68,26 @@ def test_the_last_step_and_a_pinned_step_are_saved_even_if_no_save_is_due(tmp_pa
         assert (manager.steps(), manager.steps(pinned_only=True)) == ([2, 3], [2])
 
 
+def test_a_finished_job_that_is_run_again_saves_nothing(tmp_path: Path) -> None:
+    def run() -> int:
+        with CheckpointManager(tmp_path) as manager:
+            loop = elasticlib.steps(create_batches(), {"n": 1}, manager=manager, epochs=2)
+            for attempt in loop:
+                with attempt:
+                    pass
+        return loop.step
+
+    def list_checkpoints() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in tmp_path.glob("step-*/*")}
+
+    assert run() == 6
+    saved = list_checkpoints()
+    assert saved
+    for _ in range(2):
+        assert run() == 6
+        assert list_checkpoints() == saved
+
+
 def test_values_that_the_script_assigns_in_its_state_are_saved_and_restored(tmp_path: Path) -> None:
     def run(until: int) -> dict[str, Any]:
         state = {"n": 0, "sum": torch.zeros(1)}
@@ -97,6 +117,49 @@ def test_values_that_the_script_assigns_in_its_state_are_rolled_back() -> None:
                         has_failed = True
                         _ = 1 / 0
     assert state == {"n": 3, "sum": torch.full((1,), 3.0)}
+
+
+def test_an_object_that_the_script_puts_into_its_state_is_saved_and_restored(
+    tmp_path: Path,
+) -> None:
+    def run(until: int) -> tuple[Any, int]:
+        net = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        state: dict[str, Any] = {"rates": torch.optim.lr_scheduler.ConstantLR(optimizer)}
+        with CheckpointManager(tmp_path) as manager:
+            loop = elasticlib.steps(create_batches(), state, manager=manager, save_every=1)
+            for attempt in loop:
+                with attempt:
+                    optimizer.step()
+                    if attempt.step == 2:
+                        state["rates"] = torch.optim.lr_scheduler.StepLR(optimizer, 7)
+                        state["counts"] = {"n": 0}
+                    state["rates"].step()
+                if attempt.step == until:
+                    break
+            manager.wait()
+            return manager.load(), loop.step
+
+    saved, step = run(3)
+    assert (saved["rates"]["step_size"], saved["rates"]["last_epoch"], step) == (7, 2, 3)
+    assert saved["counts"] == {"n": 0}
+
+
+@pytest.mark.parametrize(
+    ("length", "message"),
+    [(2, "ended 1 batches before the end of epoch 0"), (4, "more items in epoch 0")],
+)
+def test_a_loader_of_another_length_is_an_error(length: int, message: str) -> None:
+    loop = elasticlib.steps(create_batches(), {}, epochs=2, loader=lambda _: range(length))
+
+    def iterate() -> None:
+        for attempt in loop:
+            with attempt:
+                pass
+
+    with pytest.raises(ConfigError, match=message):
+        iterate()
+    assert loop.step == min(length, 3)
 
 
 def test_a_state_that_has_another_value_under_the_name_of_the_batches_is_rejected() -> None:

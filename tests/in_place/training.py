@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import os
 import signal
@@ -47,12 +48,23 @@ class Job:
         torch.set_num_threads(1)
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        # A fused optimizer does not raise the versions of the tensors that it writes.
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
+        self.teacher = copy.deepcopy(self.model)
         self.logical = LogicalWorkers(self.model, 6) if logical else None
         self.x, self.y = create_data()
         sampler = ElasticDistributedSampler(range(SAMPLES), 1, 0, tail="exact")
         self.batches = ElasticBatchSampler(sampler, BATCH)
-        self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
+        self.state: dict[str, Any] = {"model": self.model, "optimizers": [self.optimizer]}
+        self.state["teacher"] = self.teacher
+
+    def update_teacher(self) -> None:
+        """Move the weights of the teacher towards those of the model, as DINO does."""
+        for own, other in zip(self.teacher.parameters(), self.model.parameters(), strict=True):
+            own.data.mul_(0.9).add_(other.data, alpha=0.1)
+
+    def digest(self) -> str:
+        return digest(self.model) + digest(self.teacher)
 
 
 def is_last(folder: Path, step: int) -> bool:
@@ -94,6 +106,7 @@ def train(
                 world = dist.get_world_size()
                 total = job.batches.next_batch_size
                 first = job.logical.samples(total).start
+                job.update_teacher()
                 for worker in job.logical.step(attempt.step):
                     own_samples = worker.samples(total)
                     if own_samples:
@@ -112,7 +125,7 @@ def train(
                 write_record(folder, number, step=attempt.step, indices=indices, world=world)
             if is_last(folder, loop.step):
                 break
-        write_record(folder, number, digest=digest(job.model), steps=loop.step)
+        write_record(folder, number, digest=job.digest(), steps=loop.step)
 
 
 def train_in_parallel(folder: Path, number: int, pause: float = 0.0) -> None:
@@ -125,6 +138,7 @@ def train_in_parallel(folder: Path, number: int, pause: float = 0.0) -> None:
             if attempt.is_new_group:
                 parallel = DistributedDataParallel(job.model)
             world = dist.get_world_size()
+            job.update_teacher()
             job.optimizer.zero_grad()
             weight = job.batches.sample_weight
             out = parallel(job.x[indices])
@@ -135,7 +149,7 @@ def train_in_parallel(folder: Path, number: int, pause: float = 0.0) -> None:
             write_record(folder, number, step=attempt.step, indices=indices, world=world)
         if is_last(folder, loop.step):
             break
-    write_record(folder, number, digest=digest(job.model))
+    write_record(folder, number, digest=job.digest())
 
 
 @contextlib.contextmanager
@@ -153,12 +167,19 @@ def train_with_a_late_error(
 ) -> None:
     """Train with a collective after the optimizer step, so a lost peer is noticed after the step.
 
-    In step `blocked_step`, workers wait after the optimizer step until the file `released` exists.
+    Without `saves`, no worker has a copy or a saved state. In step `blocked_step`, workers wait
+    after the optimizer step until the file `released` exists.
     """
     elasticlib.init_process_group("gloo")
     job = Job(logical=False)
     with write_error(folder, number), elasticlib.CheckpointManager(folder / "disk") as manager:
-        loop = elasticlib.steps(job.batches, job.state, manager=manager if saves else None)
+        loop = elasticlib.steps(
+            job.batches,
+            job.state,
+            manager=manager,
+            snapshot_every=1 if saves else 0,
+            keep_copy=saves,
+        )
         for attempt in loop:
             with attempt as indices:
                 job.optimizer.zero_grad()

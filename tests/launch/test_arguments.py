@@ -9,6 +9,8 @@ from typing import Any
 
 import attrs
 import pytest
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 
 from elasticlib import Command, Module, Script
 from elasticlib.errors import ConfigError
@@ -16,7 +18,9 @@ from elasticlib.launch.arguments import parse, parse_launch
 from elasticlib.launch.backends import ETCD_KEYS, EtcdConfig
 from elasticlib.launch.command_line import build_parser
 from elasticlib.launch.elasticrun import command
+from elasticlib.launch.endpoints import read_secret
 from elasticlib.launch.launch_config import LaunchConfig
+from elasticlib.stores.file_store import FileStore
 
 
 def test_each_option_of_several_words_has_a_spelling_with_underscores() -> None:
@@ -118,6 +122,9 @@ INVALID = [
     ),
     ("-r 7 SCRIPT", "--redirects must be 0, 1, 2 or 3"),
     ("--rdzv-conf nonsense SCRIPT", "k=v,k=v"),
+    ("--rdzv-conf read_timeout=1, SCRIPT", "k=v,k=v, got '' in 'read_timeout=1,'"),
+    ("--rdzv-conf read_timeout=1,,close_timeout=2 SCRIPT", "k=v,k=v, got ''"),
+    ("--rdzv-conf , SCRIPT", "k=v,k=v, got ''"),
     ("--rdzv-conf a=1,a=2 SCRIPT", "each key once"),
     (
         "--rdzv-conf colour=red SCRIPT",
@@ -390,3 +397,25 @@ def test_workers_start_from_a_fork_server_by_default() -> None:
 def test_invalid_start_method_is_rejected(flags: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse([*flags, __file__])
+
+
+@pytest.mark.parametrize("text", ["1", "true", "T", "yes", "Y", "0", "False", "f", "NO", "n"])
+def test_is_host_and_empty_pairs_are_read_as_torch_reads_them(text: str, script: str) -> None:
+    flags = [*TWO_NODES.split(), "h:1", "--rdzv-conf"]
+    config, _ = parse([*flags, f" is_host = {text} ", "--rdzv-conf", " ", script])
+    conf = _parse_rendezvous_config(f" is_host = {text} ")
+    expected = RendezvousParameters("c10d", "h:1", "j", 1, 2, **conf).get_as_bool("is_host")
+    assert config.options.is_host is expected
+
+
+def test_home_directory_is_expanded_in_paths(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "secret").write_text("a secret of sufficient length")
+    flags = ["--log-dir=~/logs", "--preemption-notice=file:~/notice", script]
+    assert parse(flags)[0].log_dir == str(tmp_path / "logs")
+    assert read_secret({}, "~/secret", "--secret-file") == b"a secret of sufficient length"
+    with FileStore("~/store") as store:
+        store.set("key", b"value")
+    assert (tmp_path / "store").is_dir()

@@ -172,6 +172,24 @@ def test_store_directory_that_cannot_be_created_fails_with_the_remedy(
     assert "choose a folder" in node.text
 
 
+def test_limit_of_open_files_that_is_too_low_is_named_with_the_remedy(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    # 24 files are enough for an agent until torch starts its store.
+    command = [sys.executable, "-m", "elasticlib.launch", "--start-method", "spawn", str(script)]
+    done = subprocess.run(
+        ["sh", "-c", 'ulimit -n 24; exec "$@"', "sh", *command],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 1
+    remedy = r"this process may have 24 open files \(ulimit -n\), and has \d+: raise the limit"
+    assert re.search(f"elasticrun: FAILED: .*{remedy}", done.stderr), done.stderr
+
+
 def test_node_with_other_settings_than_the_job_is_rejected_by_name(job: Job) -> None:
     endpoint = job.start_store()
     first = job.start_agent("a", "--nnodes", "1:2", "--rdzv-endpoint", endpoint)

@@ -23,11 +23,10 @@ pytestmark = pytest.mark.faults
 # Appends each event to a file, and then changes it and fails for each start of a worker.
 MODULE = """
 import os
-from elasticlib.observe.event import encode
 
 def forward(event):
     with open(os.environ["FORWARD_TO"], "ab") as file:
-        file.write(encode(event))
+        file.write(event.to_json().encode() + b"\\n")
     event.data.clear()
     if event.kind == "worker.started":
         raise RuntimeError("no such chart")

@@ -187,12 +187,12 @@ def test_changed_script_trains_the_epochs_that_the_old_script_has_not_trained() 
     new = script_of_the_diff("-")
     assert new.count(RESTORING) == 1
     new = new.replace(RESTORING, textwrap.indent(LOADING, "    "))
-    for last_epoch, steps in ((2, [32, 64]), (3, [32, 64, 96])):
-        exec(new.replace("range(sampler.epoch, 3)", f"range(sampler.epoch, {last_epoch + 1})"), {})
+    for num_epochs, steps in ((3, [32, 64]), (4, [32, 64, 96])):
+        exec(new.replace("sampler.epochs(3, ", f"sampler.epochs({num_epochs}, "), {})
         with CheckpointManager("checkpoints") as manager:
             assert manager.steps() == steps
             sampler = manager.load()["sampler"]
-        assert (sampler["epoch"], sampler["consumed"]) == (last_epoch, 256)
+        assert (sampler["epoch"], sampler["consumed"]) == (num_epochs, 0)
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -117,6 +117,17 @@ def test_a_check_gets_no_input_and_no_descriptor_of_the_agent() -> None:
 # Settings
 
 
+def test_a_check_does_not_get_the_secret_of_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ELASTICLIB_SECRET", "0123456789abcdef")
+    monkeypatch.setenv("CHECKED_DEVICE", "3")
+    assert check(f"env >{tmp_path}/environment") == ""
+    lines = (tmp_path / "environment").read_text().splitlines()
+    assert "CHECKED_DEVICE=3" in lines
+    assert not [line for line in lines if "0123456789abcdef" in line]
+
+
 def test_the_flags_become_a_check() -> None:
     config, _ = parse(["--node-check", "./check.sh -v", "--node-check-timeout", "7", __file__])
     found = make_node_check(config)

@@ -276,11 +276,47 @@ def test_brackets_that_are_nested_too_deep_are_a_notice() -> None:
 
 
 def test_a_wrong_deadline_in_a_file_is_reported_and_is_still_a_notice() -> None:
-    for wrong in ('"soon"', "-1", "1e999", "1" + 400 * "0", "true", "[]"):
+    for wrong in ('"soon"', "NaN", "1e999", "1" + 400 * "0", "true", "[]"):
         notice = read_notice(f'{{"reason": "r", "deadline_s": {wrong}}}')
         assert notice is not None
         assert notice.deadline_s is None
-        assert "must be seconds from 0" in notice.reason
+        assert "must be a number of seconds" in notice.reason
+
+
+@pytest.mark.parametrize("past", ["-1", "-0.5", "-1e999", "-1" + 400 * "0"])
+def test_a_deadline_in_the_past_means_now(past: str) -> None:
+    notice = read_notice(f'{{"reason": "r", "deadline_s": {past}}}')
+    assert notice == PreemptionNotice("r", 0.0)
+
+
+class Unprintable:
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def return_odd_notice() -> PreemptionNotice:
+    return PreemptionNotice(RESULTS[0], 1.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("reason", "text"),
+    [
+        (None, "no reason given"),
+        ("", "no reason given"),
+        (7, "7"),
+        (Unprintable(), "no reason given"),
+    ],
+)
+def test_the_notice_of_a_function_with_an_odd_reason_is_not_lost(
+    reason: object, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "my_notices", sys.modules[__name__])
+    RESULTS[:] = [reason]
+    calls: list[tuple[str, float | None]] = []
+    with watch_for_preemption("my_notices:return_odd_notice", lambda *call: calls.append(call)):
+        wait_until("the notice", lambda: calls)
+    source = "my_notices:return_odd_notice"
+    assert calls == [(f"a preemption notice ({source}: {text}, 1 s left)", 1.0)]
 
 
 RESULTS: list[object] = []
@@ -340,7 +376,7 @@ class ScriptedSource(NoticeSource):
 
     def poll(self) -> PreemptionNotice | None:
         result = self.results.pop(0) if self.results else None
-        if isinstance(result, Exception):
+        if isinstance(result, BaseException):
             raise result
         return result if isinstance(result, PreemptionNotice) else None
 
@@ -372,6 +408,14 @@ def test_a_failing_source_is_reported_once_and_its_notice_still_arrives(
         "cannot ask for preemption notices (script): OSError: no route; trying again more slowly"
     ]
     assert "script answers again for preemption notices" in caplog.text
+
+
+def test_the_watch_goes_on_after_a_function_that_exits() -> None:
+    notice = PreemptionNotice("going", 30.0)
+    watcher, notices = watch(ScriptedSource(SystemExit(3), KeyboardInterrupt(), notice))
+    wait_until("the notice", lambda: notices)
+    watcher.close()
+    assert notices == [notice]
 
 
 def test_a_notice_with_a_deadline_follows_one_without() -> None:

@@ -71,11 +71,11 @@ class DepartedHost:
         """
         start = time.monotonic()
 
-        def join_next_rendezvous() -> bool:
+        def join_next_rendezvous() -> str:
             is_due = stop_after is not None and time.monotonic() - start >= stop_after
             if is_due and self.next is None:
                 self.next = self.pool.submit(self.other.next_rendezvous)
-            return False
+            return ""
 
         with TcpStoreServer("127.0.0.1", 0) as server:
             setup = RendezvousSetup(self.host, self.store, server, "job", "host")

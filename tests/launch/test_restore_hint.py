@@ -8,6 +8,8 @@ import pytest
 
 from elasticlib.launch.observability import MissingRestoreWarning
 from elasticlib.observe.event import Event
+from elasticlib.observe.step_monitor import StepMonitor
+from elasticlib.workers.interface import NO_STEP, Heartbeat
 
 
 def record(warning: MissingRestoreWarning, kind: str, generation: int, **facts: object) -> None:
@@ -49,3 +51,39 @@ def test_retained_workers_need_not_restore(
         start_generation(warning, 3, 2, 3)
     record(warning, "training.started", 3, step=106)
     assert "does the script call" not in caplog.text
+
+
+def beat(*, at: float, step: int, num_snapshots: int) -> Heartbeat:
+    """Return the heartbeat of a worker that has completed all steps up to this one."""
+    return Heartbeat(
+        num_steps=step,
+        step=step if step else NO_STEP,
+        first_step=1 if step else NO_STEP,
+        first_at=1.0 if step else 0.0,
+        last_step_at=at if step else 0.0,
+        last_activity_at=at,
+        num_snapshots=num_snapshots,
+        last_snapshot_step=step if num_snapshots else NO_STEP,
+    )
+
+
+def test_save_before_the_slowest_worker_has_its_first_step_is_no_restart(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING)
+    warning, monitor, kinds = MissingRestoreWarning(), StepMonitor(0.0), []
+    start_generation(warning, 1, 1, 1)
+    # Rank 0 takes a snapshot in its first step, which rank 1 completes 14 seconds later.
+    for now, slow_step in ((11.0, 0), (15.0, 1)):
+        fast = beat(at=1.0, step=1, num_snapshots=1)
+        slow = beat(at=now, step=slow_step, num_snapshots=0)
+        monitor, events = monitor.read(now, {0: fast, 1: slow})
+        for kind, data in events:
+            record(warning, kind, 1, **data)
+            kinds.append(kind)
+    assert kinds.index("snapshot.taken") < kinds.index("training.started")
+    assert "does the script call" not in caplog.text
+    # The snapshot counts for the workers of the next generation.
+    start_generation(warning, 2, 2, 2)
+    record(warning, "training.started", 2, step=1)
+    assert "training restarted at step 1 although step 1 was saved" in caplog.text

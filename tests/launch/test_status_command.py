@@ -23,6 +23,7 @@ from elasticlib.launch.cli_output import CLEAR_SCREEN
 from elasticlib.launch.status_command import JobStatusReader, _watch
 from elasticlib.observe.aggregate import NodeStatus
 from elasticlib.observe.event import Event, encode
+from elasticlib.observe.formatting import NOT_JOINED_TEXT
 from elasticlib.observe.history import JobState
 from elasticlib.observe.job_status import (
     EXIT_CODES,
@@ -158,6 +159,15 @@ def test_run_whose_node_has_not_joined_yet_is_shown_as_starting(
         assert output.err == ""
         assert "job: RENDEZVOUS" in output.out
         assert "reason: its agents are starting" in output.out
+        assert main(["stop", "job"]) == 4
+        assert capsys.readouterr().err == (
+            f"elasticlib stop: no node of run 'job' is alive: {NOT_JOINED_TEXT}\n"
+        )
+        store = str(tmp_path / "store")
+        assert main(["status", store, "--rdzv-backend", "file"]) == 4
+        assert capsys.readouterr().err == (
+            f"elasticlib status: the store at {store} holds no job: {NOT_JOINED_TEXT}\n"
+        )
     assert main(["status"]) == 4
     assert "job: terminated unexpectedly (killed?)" in capsys.readouterr().out
 

@@ -378,6 +378,86 @@ def test_normalization_without_running_statistics_is_supported(module):
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+class WithOptimizer(nn.Linear):
+    """A layer whose optimizer runs in the backward pass."""
+
+    def __init__(self):
+        super().__init__(3, 3)
+        optimizer = torch.optim.SGD([self.weight], lr=0.1, fused=True)
+        self.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+
+
+class Scaled(nn.Linear):
+    """A layer whose forward pass writes to its weight."""
+
+    def __init__(self, write):
+        super().__init__(3, 3)
+        self.write = write
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.write(self, x)
+        return super().forward(x)
+
+
+class Embeds(nn.Module):
+    """An embedding, which normalizes the rows that it looks up."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Embedding(5, 3, max_norm=0.1)
+
+    def forward(self, x):
+        return self.rows((x[:, 0] * 5).long())
+
+
+def scale_row(module, x):
+    module.weight.data[0] *= x.mean()
+
+
+def swap_rows(module, _x):
+    module.weight.data = module.weight.data.roll(1, 0)
+
+
+def replace_weight(module, _x):
+    module.weight = nn.Parameter(module.weight.detach() + 1)
+
+
+def write_frozen_bias(module, x):
+    module.bias.requires_grad_(requires_grad=False)
+    module.bias.data += x.mean(0)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (Embeds, "rows.weight of a Embedding"),
+        (WithOptimizer, "weight of a WithOptimizer"),
+        (functools.partial(Scaled, scale_row), "weight of a Scaled"),
+        (functools.partial(Scaled, swap_rows), "weight of a Scaled"),
+        (functools.partial(Scaled, replace_weight), "weight of a Scaled"),
+        (functools.partial(Scaled, write_frozen_bias), "bias of a Scaled"),
+    ],
+)
+def test_every_way_to_change_a_parameter_before_the_optimizer_is_detected(make, name):
+    torch.manual_seed(0)
+    with pytest.raises(NotReproducibleError, match=f"changed the parameter {name}.*max_norm"):
+        run_step(LogicalWorkers(make(), 2), torch.rand(8, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("index", [0, 4999, 5000])
+def test_each_element_of_a_parameter_counts(dtype, index):
+    model = nn.ParameterList([torch.randn(5001, dtype=dtype)])
+    logical = LogicalWorkers(model, 2)
+    for worker in logical.step(0):
+        model[0].abs().sum().backward()
+        if worker.index:
+            model[0].data[index] += 1
+    with pytest.raises(NotReproducibleError, match="changed the parameter 0 of a ParameterList"):
+        logical.reduce()
+
+
 def test_a_sparse_gradient_is_rejected_by_name():
     model = nn.Embedding(5, 2, sparse=True)
     turns = LogicalWorkers(model, 2).step(0)

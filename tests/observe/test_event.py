@@ -9,11 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticlib.observe.event import COMMON_KEYS, KINDS, MAX_EVENT_BYTES, Event, decode, encode
+from elasticlib.observe.event import (
+    COMMON_KEYS,
+    KINDS,
+    MAX_DEPTH,
+    MAX_EVENT_BYTES,
+    MAX_INTEGER_BITS,
+    Event,
+    decode,
+    encode,
+)
 
 times = st.floats(-1e9, 1e9).map(lambda x: round(x, 6))
 scalars = st.none() | st.booleans() | st.integers() | st.text(max_size=20)
-names = st.text(min_size=1, max_size=9).filter(lambda name: name not in COMMON_KEYS)
+names = st.text(min_size=1, max_size=9) | st.sampled_from(sorted(COMMON_KEYS))
 event_data = st.dictionaries(names, scalars | st.lists(scalars, max_size=3), max_size=4)
 events = st.builds(
     Event,
@@ -30,19 +39,39 @@ events = st.builds(
 
 @given(events)
 def test_decoding_returns_the_encoded_event(event: Event) -> None:
-    line = encode(event)
-    assert line.endswith(b"\n")
-    assert line.count(b"\n") == 1
-    assert decode(line) == event
+    text = event.to_json()
+    assert "\n" not in text
+    assert encode(event) == text.encode() + b"\n"
+    assert decode(text) == event
+    assert set(json.loads(text)) == set(COMMON_KEYS) - ({"rank"} if event.rank is None else set())
 
 
 @pytest.mark.parametrize(
-    "value", ["x" * 10**6, ["y" * 10**5] * 50, {str(n): "z" * 999 for n in range(999)}]
+    "value",
+    [
+        *("x" * 10**6, ["y" * 10**5] * 50, {str(n): "z" * 999 for n in range(999)}),
+        *([[0.5] * 1000] * 1000, {"n" * 10**6: 1}, 2 ** (MAX_INTEGER_BITS - 1)),
+    ],
 )
 def test_long_data_is_truncated_to_the_maximum_length_of_a_line(value: Any) -> None:
-    line = encode(Event("failure", "j", "n", 1, 0.0, 0.0, None, {"reason": value}))
+    for data in ({"reason": value}, {f"{number}": value for number in range(3)}):
+        line = encode(Event("\N{GRINNING FACE}" * 1024, "j" * 1024, "n", 1, 0.0, 0.0, None, data))
+        assert len(line) <= MAX_EVENT_BYTES
+        assert len(decode(line).kind) == 1024
+
+
+def test_event_with_many_values_is_truncated_to_the_maximum_length_of_a_line() -> None:
+    data = dict.fromkeys(map(str, range(10**5)), 2**1000)
+    line = encode(Event("my.kind", "j", "n", 1, 0.0, 0.0, None, data))
     assert len(line) <= MAX_EVENT_BYTES
-    assert decode(line).kind == "failure"
+    assert decode(line).data["0"] == 2**1000
+
+
+def test_lists_that_share_items_are_cut_before_they_are_expanded() -> None:
+    value: list[Any] = [1]
+    for _ in range(MAX_DEPTH - 1):
+        value = [value] * 999
+    assert len(encode(Event("my.kind", "j", "n", 1, 0.0, 0.0, None, {"a": value}))) < 10**5
 
 
 def test_value_without_a_json_type_is_encoded_as_text() -> None:
@@ -57,17 +86,22 @@ def test_number_that_is_not_finite_is_encoded_as_text(loss: float) -> None:
     def refuse(name: str) -> None:
         raise AssertionError(name)
 
-    assert json.loads(line, parse_constant=refuse)["loss"] == str(loss)
+    assert json.loads(line, parse_constant=refuse)["data"]["loss"] == str(loss)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 3}, "an event must have version 2, got 3"),
+        ({"version": 2}, "an event must have version 3, got 2"),
         ({"kind": 3}, "kind of an event must be a str, got 3"),
-        ({"generation": True}, "generation of an event must be a int"),
+        ({"generation": True}, "generation of an event must be an integer"),
         ({"rank": "0"}, "rank of an event must be an integer"),
         ({"monotonic": None}, "monotonic of an event must be a float"),
+        ({"data": [1]}, "data of an event must be an object, got \\[1\\]"),
+        (
+            {"data": {"a": [[[[[[[[[1]]]]]]]]]}},
+            "its value 'a' has no JSON form: ValueError: lists and",
+        ),
         (
             {"timestamp": 10**400},
             "timestamp of an event must be a float, got a number of 1329 bits",

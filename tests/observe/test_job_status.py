@@ -364,13 +364,18 @@ def test_only_members_contribute_to_the_step_and_the_rate_of_a_job() -> None:
 
 
 def last_event(
-    state: str = "", reason: str = "", *, wall: float = 0.0, expelled: bool = False
+    state: str = "",
+    reason: str = "",
+    *,
+    wall: float = 0.0,
+    expelled: bool = False,
+    generation: int = 2,
 ) -> Event:
     """Return the last event of an agent: its end, or a step if no state is given."""
     if not state:
-        return Event("progress", "job", "n", 2, wall, 1.0, None, {"step": 7})
+        return Event("progress", "job", "n", generation, wall, 1.0, None, {"step": 7})
     data = {"state": state, "reason": reason, "exit_code": 1, "expelled": expelled}
-    return Event("run.finished", "job", "n", 2, wall, 1.0, None, data)
+    return Event("run.finished", "job", "n", generation, wall, 1.0, None, data)
 
 
 @pytest.mark.parametrize(
@@ -389,6 +394,24 @@ def test_result_of_a_run_is_taken_from_the_last_events(
 ) -> None:
     result = result_of("job", [last_event(state) for state in states], now=9.0)
     assert (result.state, result.is_recorded, result.nodes) == (expected, True, ())
+
+
+@pytest.mark.parametrize(
+    ("states", "expected"),
+    [
+        ({"drained": 1, "stopped": 2}, S.STOPPED),
+        ({"drained": 1, "": 2}, None),
+        ({"": 1, "stopped": 2}, S.STOPPED),
+        ({"drained": 2, "stopped": 2}, S.DRAINED),
+        ({"failed": 0, "succeeded": 2}, S.SUCCEEDED),
+    ],
+)
+def test_nodes_that_have_left_before_the_last_generation_do_not_affect_the_result(
+    states: dict[str, int], expected: JobState | None
+) -> None:
+    events = [last_event(state, generation=number) for state, number in states.items()]
+    assert result_of("job", events, now=9.0).state == expected
+    assert result_of("job", events[::-1], now=9.0).state == expected
 
 
 def test_failure_of_an_expelled_node_is_not_the_result_of_the_run() -> None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import resource
 import threading
+from collections import UserDict
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from elasticlib.clock import monotonic
+from elasticlib.launch.observability import EventHook
 from elasticlib.observe.event import Event, decode
 from elasticlib.observe.journal import (
     CLOSE_TIMEOUT_S,
@@ -117,6 +121,77 @@ def test_dropped_events_are_counted_in_the_file_once_writing_succeeds(
     num_dropped = sum(event.data["count"] for event in events if event.kind == "events.dropped")
     assert num_dropped > 0
     assert num_dropped + sum(event.kind == "failure" for event in events) == 101
+
+
+class Unprintable:
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class UnprintableError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no message")
+
+
+def contains_itself() -> list[object]:
+    value: list[object] = []
+    value.append(value)
+    return value
+
+
+def raises_an_unprintable_error() -> Mapping[str, object]:
+    class Odd(UserDict[str, object]):
+        def items(self) -> Any:
+            raise UnprintableError
+
+    return Odd(a=1)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(contains_itself(), {"deep": [Unprintable()]}, {Unprintable(): 1}, 10**5000),
+        *(raises_an_unprintable_error(), 10**4299),
+    ],
+    ids=["cycle", "value", "name", "number", "error", "long-number"],
+)
+def test_event_that_has_no_json_form_costs_only_itself_and_one_log_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, value: object
+) -> None:
+    path = tmp_path / "events.jsonl"
+    heard: list[str] = []
+    journal = NodeJournal(
+        "job", "node", path, listeners=[EventHook(lambda e: heard.append(e.kind))]
+    )
+    journal.record("run.started", host="h", slots=2)
+    for _ in range(3):
+        journal.record("my.kind", value=value)
+    journal.record("generation.started", generation=1, world_size=2)
+    journal.close()
+    dropped = [event for event in read(path) if event.kind == "events.dropped"]
+    written = [event.kind for event in read(path) if event not in dropped]
+    assert written == heard == ["run.started", "generation.started"]
+    assert sum(event.data["count"] for event in dropped) == 3
+    assert journal.status({}).world_size == 2
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert "an event my.kind is not recorded: its value 'value' has no JSON form" in line
+    assert journal.num_dropped == 3
+
+
+def test_data_of_an_event_cannot_overwrite_its_head_or_change_after_it_was_recorded(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "events.jsonl"
+    journal = NodeJournal("job", "node", path)
+    growing = [1]
+    head = {"run": "other", "node": "n", "timestamp": 1.0, "monotonic": 2.0, "version": 9}
+    journal.record("my.kind", generation=3, rank=4, kind="other", data=growing, **head)
+    growing.append(2)
+    journal.close()
+    (event,) = read(path)
+    assert (event.kind, event.run, event.node) == ("my.kind", "job", "node")
+    assert (event.generation, event.rank) == (3, 4)
+    assert event.data == {**head, "kind": "other", "data": [1]}
 
 
 def test_line_that_is_written_in_part_is_removed(tmp_path: Path) -> None:

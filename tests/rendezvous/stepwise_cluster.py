@@ -10,6 +10,7 @@ import itertools
 from collections import Counter
 
 from elasticlib.errors import StoreConnectionError
+from elasticlib.rendezvous.blame import FailureKind
 from elasticlib.rendezvous.local_node import JobSnapshot, LocalNode
 from elasticlib.rendezvous.membership import (
     JobPhase,
@@ -142,7 +143,7 @@ class StepwiseNode:
 
     def fail(self, *, killed: bool = False) -> None:
         self.local_node.intent = self.local_node.intent.record_failure(
-            "its workers failed", killed=killed
+            "its workers failed", FailureKind.KILLED if killed else FailureKind.RAISED
         )
 
     def leave(self) -> None:

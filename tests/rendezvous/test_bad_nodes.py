@@ -17,6 +17,7 @@ from elasticlib.rendezvous.bad_nodes import (
     bad_hosts,
     excluded_hosts,
 )
+from elasticlib.rendezvous.blame import FailureKind
 from elasticlib.rendezvous.interface import ChangeKind
 from elasticlib.rendezvous.membership import (
     MAX_BAD_NODE_WINDOW,
@@ -183,6 +184,73 @@ def test_a_failure_that_a_lost_node_may_have_caused_does_not_count() -> None:
     assert formed is not None
     assert (formed.excluded_hosts, formed.restarts) == ((), 0)
     assert [item.generation for item in formed.first_failures] == [1, 2]
+
+
+def mark_evidence(node: NodeRecord, kind: FailureKind, hung: int = -1) -> NodeRecord:
+    return attrs.evolve(
+        node,
+        failure_reason=f"{node.host}: {kind.value}",
+        failed_membership_id="1.m",
+        failure_kind=kind,
+        hung_node_rank=hung,
+    )
+
+
+COLLECTIVE = FailureKind.COLLECTIVE
+
+
+@pytest.mark.parametrize("max_restarts", [0, 9])
+def test_a_failed_collective_excludes_and_evicts_no_host_and_uses_the_budget(
+    max_restarts: int,
+) -> None:
+    settings = attrs.evolve(SETTINGS, max_restarts=max_restarts)
+    document = attrs.evolve(
+        failed(A, B, C, history="aa", settings=settings),
+        failure=NodeFailure(A.id, "Connection closed by peer", COLLECTIVE),
+    )
+    after = decide(document, A, B, C).new_membership
+    assert after is not None
+    assert (after.excluded_hosts, after.evicted) == ((), ())
+    assert [item.generation for item in after.first_failures] == [1, 2]
+    if max_restarts:
+        assert (after.phase, after.restarts) == (JobPhase.ACTIVE, 1)
+    else:
+        assert after.phase is JobPhase.FAILED
+        assert after.reason == "a: Connection closed by peer (0 of 0 restarts used)"
+
+
+@pytest.mark.parametrize(
+    ("kind", "hung", "host"),
+    [
+        (FailureKind.CRASHED, -1, "c"),
+        (FailureKind.RAISED, -1, "c"),
+        # The first node that has found the hang reports it, with the node of the rank that hangs.
+        (FailureKind.HUNG, 1, "b"),
+        (FailureKind.HUNG, 7, None),
+        (FailureKind.STALLED, -1, None),
+        (FailureKind.COLLECTIVE, -1, None),
+    ],
+)
+def test_stronger_evidence_than_that_of_the_first_node_decides(
+    kind: FailureKind, hung: int, host: str | None
+) -> None:
+    document = create_generation(A, B, C, settings=SETTINGS)
+    first = mark_evidence(A, COLLECTIVE)
+    opened = reconcile(create_view(document, first, B, C)).new_membership
+    assert opened is not None
+    formed = decide(opened, first, B, mark_evidence(C, kind, hung)).new_membership
+    assert formed is not None
+    assert [item.host for item in formed.first_failures] == ([host] if host else [])
+    assert (formed.phase, formed.restarts) == (JobPhase.ACTIVE, 1)
+    assert formed.reason == (f"{host}: c: {kind.value}" if host else "a: a: collective")
+
+
+def test_nodes_whose_workers_had_left_are_mentioned_in_the_error_of_a_collective() -> None:
+    document = create_generation(A, B, settings=SETTINGS)
+    view = create_view(document, mark_evidence(A, COLLECTIVE), B, finished_ids=frozenset({B.id}))
+    opened = reconcile(view).new_membership
+    assert opened is not None
+    assert opened.reason == "a: a: collective; the workers of b had exited with code 0 before"
 
 
 def test_an_evicted_node_is_remembered_by_its_host() -> None:

@@ -8,6 +8,7 @@ import pytest
 from handler_cluster import HandlerCluster, next_change, read_state
 
 from elasticlib.errors import RendezvousClosedError
+from elasticlib.rendezvous.blame import FailureKind
 from elasticlib.rendezvous.interface import Change, ChangeKind
 from elasticlib.rendezvous.membership import GenerationTrigger, JobPhase, RendezvousSettings
 from elasticlib.testing.waiting import wait_until
@@ -39,7 +40,7 @@ def test_a_node_joins_with_fewer_workers_and_later_resizes_the_job_with_all(
         cluster.handler(name, RendezvousSettings(2, 2, max_restarts=1), slots=2) for name in "ab"
     ]
     assert [info.assignment.world_size for info in cluster.join_all(handlers)] == [4, 4]
-    handlers[0].report_failure("killed", killed=True)
+    handlers[0].report_failure("killed", kind=FailureKind.KILLED)
     assert [next_change(handler).kind for handler in handlers] == [ChangeKind.GENERATION_ENDED] * 2
     assert handlers[0].report_slots(1)
     assignments = [info.assignment for info in cluster.join_all(handlers)]
@@ -63,7 +64,7 @@ def test_restarts_are_reset_when_a_generation_has_lasted_for_the_restart_window(
     handler = cluster.handler("a", RendezvousSettings(1, 1, max_restarts=1, restart_window=1.0))
     cluster.join(handler).result(20)
     for _ in range(2):
-        handler.report_failure("killed", killed=True)
+        handler.report_failure("killed", kind=FailureKind.KILLED)
         assert next_change(handler).kind is ChangeKind.GENERATION_ENDED
         info = cluster.join(handler).result(20)
         assert info.restarts == 1

@@ -218,3 +218,17 @@ def test_the_result_names_the_node_and_the_time(cluster: HandlerCluster) -> None
     assert job_end is not None
     assert job_end.written_by == "b"
     assert re.fullmatch(r"\d{4}-\d\d-\d\d.\d\d:\d\d:\d\d.*", job_end.finished_at)
+
+
+@pytest.mark.parametrize("has_succeeded", [True, False])
+def test_a_node_that_leaves_without_its_store_says_so_only_while_the_job_runs(
+    cluster: HandlerCluster, caplog: pytest.LogCaptureFixture, has_succeeded: bool
+) -> None:
+    handlers = start_job_of_two(cluster, FULL)
+    if has_succeeded:
+        succeed(handlers)
+    # The host of the store has left the job first, and its server with it.
+    cluster.clients[1].close()
+    with caplog.at_level("INFO", logger="elasticlib"):
+        handlers[1].shutdown()
+    assert ("the store was unreachable" in caplog.text) is not has_succeeded

@@ -119,8 +119,8 @@ class ReturnsFirstGenerationAgain(DynamicRendezvousHandler):
 
 
 class IgnoresReportedFailures(DynamicRendezvousHandler):
-    def report_failure(self, reason: str, *, killed: bool = False) -> bool:
-        del killed
+    def report_failure(self, reason: str, **evidence: object) -> bool:
+        del evidence
         return bool(reason)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 
+from elasticlib.rendezvous.blame import FailureKind
 from elasticlib.rendezvous.interface import ChangeKind
 from elasticlib.rendezvous.membership import (
     JobPhase,
@@ -52,7 +53,10 @@ def mark_stopped(*members: NodeRecord) -> list[NodeRecord]:
 
 def mark_failed(member: NodeRecord, *, killed: bool = False) -> NodeRecord:
     return attrs.evolve(
-        member, failure_reason=f"{member.host} broke", failed_membership_id="1.m", was_killed=killed
+        member,
+        failure_reason=f"{member.host} broke",
+        failed_membership_id="1.m",
+        failure_kind=FailureKind.KILLED if killed else FailureKind.RAISED,
     )
 
 
@@ -110,6 +114,23 @@ def test_a_finished_node_can_drain_without_ending_the_generation() -> None:
 def test_a_failure_outweighs_a_drain_and_stops_all_without_a_notice() -> None:
     after = decide_membership(create_generation(A, B), mark_failed(A), mark_draining(B))
     assert (after.reason, after.is_planned) == ("a: a broke", False)
+
+
+def test_a_failure_during_a_resize_is_charged() -> None:
+    joining = attrs.evolve(C, stopped_membership_id="")
+    resized = decide_membership(
+        create_generation(A, B), A, B, joining, since_last_arrival_s=99.0, phase_age_s=99.0
+    )
+    assert resized.is_planned
+    failed = decide_membership(resized, mark_failed(A), *mark_stopped(B), joining)
+    assert (failed.reason, failed.is_planned) == ("a: a broke", True)
+    (stopped,) = mark_stopped(mark_failed(A))
+    view = (stopped, *mark_stopped(B), joining)
+    after = decide_membership(failed, *view, since_last_arrival_s=99.0)
+    assert (after.phase, after.restarts) == (JobPhase.ACTIVE, 1)
+    ended = attrs.evolve(failed, restarts=9)
+    refused = decide_membership(ended, *view)
+    assert A.id in refused.evicted
 
 
 def test_a_node_that_missed_a_resize_is_notified_of_the_end_of_its_generation() -> None:

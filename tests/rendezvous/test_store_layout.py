@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from elasticlib.errors import RendezvousConfigError
 from elasticlib.rendezvous.bad_nodes import ExcludedHost, FirstFailure
+from elasticlib.rendezvous.blame import FailureKind
 from elasticlib.rendezvous.membership import (
     GenerationTrigger,
     JobAction,
@@ -50,7 +51,8 @@ nodes = st.builds(
     inactive_incarnation=st.text(),
     failure_reason=st.none() | st.text(),
     failed_membership_id=st.text(),
-    was_killed=st.booleans(),
+    failure_kind=st.sampled_from(FailureKind),
+    hung_node_rank=st.integers(-1, 9),
     drain_reason=st.text(),
     request=st.none() | st.builds(JobRequest, st.sampled_from(JobAction), st.text(), st.text()),
 )
@@ -65,7 +67,7 @@ states = st.builds(
     restarts=st.integers(0, 9),
     reason=st.text(),
     failure=st.none()
-    | st.builds(NodeFailure, node=st.text(), reason=st.text(), was_killed=st.booleans()),
+    | st.builds(NodeFailure, node=st.text(), reason=st.text(), kind=st.sampled_from(FailureKind)),
     evicted=st.lists(st.text(), max_size=2).map(tuple),
     rejected_spares=st.lists(st.text(), max_size=2).map(tuple),
     supersedes=st.text(),
@@ -158,7 +160,7 @@ RAW_SETTINGS = json.loads(encode_state(MembershipState(RendezvousSettings(1, 2))
         (encode_with(extra=1), "extra"),
         (encode_with(settings={}), "settings"),
         (
-            encode_with(failure={"node": 1, "reason": "", "was_killed": False}),
+            encode_with(failure={"node": 1, "reason": "", "kind": "raised"}),
             "the membership: field 'failure': field 'node' is 1",
         ),
         (encode_with(generation=1 << 70), "generation"),

@@ -67,6 +67,23 @@ def list_names(folder: Path) -> set[str]:
     return set(os.listdir(folder))
 
 
+def test_the_folder_is_resolved_when_the_store_is_created(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    stores = [FileStore("relative"), FileStore("~/own")]
+    monkeypatch.chdir(tmp_path / "other")
+    for store in stores:
+        with contextlib.closing(store):
+            store.set("key", b"value")
+    for folder in (tmp_path / "relative", tmp_path / "home" / "own"):
+        with contextlib.closing(FileStore(folder)) as store:
+            assert store.get("key").value == b"value"
+    assert not list((tmp_path / "other").iterdir())
+
+
 def test_the_constructor_creates_no_directory(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "a" / "b")
     assert list_names(tmp_path) == set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import platform
 import signal
 import socket
 import struct
@@ -337,3 +338,66 @@ def test_a_listing_longer_than_a_frame_is_rejected_and_the_connection_stays() ->
             store.list("key/")
         assert len(store.list("key/1").entries) == 1
         assert server.labels == (store.label,)
+
+
+# Serves a store in a process for which the kernel watches no descriptor from number 64 on, as for a
+# user who has reached `fs.epoll.max_user_watches`.
+SERVE_WITH_FEW_WATCHES = """
+import ctypes, errno, sys
+from elasticlib.stores.tcp_server import TcpStoreServer
+
+class Instruction(ctypes.Structure):
+    _fields_ = [("code", ctypes.c_ushort), ("if_true", ctypes.c_ubyte),
+                ("if_false", ctypes.c_ubyte), ("value", ctypes.c_uint)]
+
+class Program(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.POINTER(Instruction))]
+
+LOAD, IF_EQUAL, IF_AT_LEAST, RETURN = 0x20, 0x15, 0x35, 0x06
+EPOLL_CTL, EPOLL_CTL_ADD, ERROR, ALLOW = int(sys.argv[1]), 1, 0x50000, 0x7FFF0000
+code = [
+    (LOAD, 0, 0, 0), (IF_EQUAL, 0, 5, EPOLL_CTL),
+    (LOAD, 0, 0, 24), (IF_EQUAL, 0, 3, EPOLL_CTL_ADD),
+    (LOAD, 0, 0, 32), (IF_AT_LEAST, 0, 1, 64),
+    (RETURN, 0, 0, ERROR | errno.ENOSPC), (RETURN, 0, 0, ALLOW),
+]
+code = (Instruction * len(code))(*(Instruction(*one) for one in code))
+libc, number = ctypes.CDLL(None, use_errno=True), ctypes.c_ulong
+PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP = 38, 22
+assert libc.prctl(PR_SET_NO_NEW_PRIVS, number(1), number(0), number(0), number(0)) == 0
+program = Program(len(code), code)
+assert libc.prctl(PR_SET_SECCOMP, number(2), ctypes.byref(program), number(0), number(0)) == 0
+
+with TcpStoreServer("127.0.0.1", 0) as server:
+    print(server.port, flush=True)
+    sys.stdin.read()
+"""
+EPOLL_CTL = {"x86_64": "233", "aarch64": "21"}  # the number of the system call, by machine
+
+
+@pytest.mark.skipif(platform.machine() not in EPOLL_CTL, reason="needs the system call's number")
+def test_a_connection_that_the_kernel_cannot_watch_costs_no_other_client() -> None:
+    command = [sys.executable, "-c", SERVE_WITH_FEW_WATCHES, EPOLL_CTL[platform.machine()]]
+    with (
+        subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process,
+        ExitStack() as stack,
+    ):
+        stack.callback(process.kill)
+        port = int(read_line(process))
+        member = stack.enter_context(TcpStore("127.0.0.1", port))
+        lease = member.set("lease", b"", ttl=1000.0)
+        with ExitStack() as crowd:
+            for _ in range(80):
+                connection = socket.create_connection(("127.0.0.1", port), timeout=20.0)
+                crowd.enter_context(connection)
+            member.refresh("lease", lease.version)
+        with TcpStore("127.0.0.1", port, timeout=60.0) as later:
+            assert later.get("lease") is not None
+        process.kill()
+        assert "No space left on device" in process.communicate()[1]

@@ -10,9 +10,10 @@ import pytest
 from elasticlib.errors import StoreConnectionError
 from elasticlib.stores.failover_store import FailoverStore, StoreEndpoint
 from elasticlib.stores.interface import Listing, Store, WatchResult
+from elasticlib.stores.key_space import KeySpaceLimits
 from elasticlib.stores.memory_store import MemoryStore
 from elasticlib.stores.tcp_client import TcpStore
-from elasticlib.stores.tcp_server import TcpStoreServer
+from elasticlib.stores.tcp_server import ServerLimits, TcpStoreServer
 
 TIMEOUT_S = 10.0
 
@@ -117,5 +118,22 @@ def test_a_watch_is_notified_of_the_end_of_leases(server: TcpStoreServer) -> Non
         assert watcher.list("lease").entries == ()
 
 
-def test_watch_returns_false_if_a_store_has_only_wait() -> None:
-    assert not MemoryStore().watch("key", after=0, callback=lambda _: None)
+def test_watch_returns_none_if_a_store_has_only_wait() -> None:
+    assert MemoryStore().watch("key", after=0, callback=lambda _: None) is None
+
+
+def test_a_cancelled_watch_calls_nothing_and_frees_its_place_in_the_store() -> None:
+    limits = ServerLimits(KeySpaceLimits(watches=2))
+    with TcpStoreServer("127.0.0.1", 0, limits=limits) as server, connect(server) as client:
+        version = client.set("other", b"").version
+        results: queue.Queue[WatchResult] = queue.Queue()
+        for _ in range(10):
+            cancel = client.watch("watched/", after=version, callback=results.put)
+            assert cancel is not None
+            cancel()
+            cancel()
+        kept = start_watch(client, "watched/", version)
+        client.set("watched/a", b"")
+        assert kept.get(timeout=TIMEOUT_S) is True
+        assert results.empty()
+    cancel()  # the store is closed

@@ -423,8 +423,32 @@ def test_ddp_model_is_not_deleted_at_exit_because_torch_may_hang(
     assert runner.read_file("stdout.log") == "deleted: Other\n"
 
 
+def test_the_exception_that_hydra_prints_before_its_advice_is_the_cause(
+    runner: GroupRunner, tmp_path: Path
+) -> None:
+    script = tmp_path / "with_hydra.py"
+    # What hydra 1.3 does with an exception of the job.
+    script.write_text(
+        "import sys, traceback\n"
+        "def train(): raise ValueError('the learning rate is negative')\n"
+        "try: train()\n"
+        "except Exception:\n"
+        "    sys.stderr.write('Error executing job with overrides: []\\n')\n"
+        "    traceback.print_exc()\n"
+        "    sys.stderr.write('\\nSet the environment variable HYDRA_FULL_ERROR=1 for a '\n"
+        "                     'complete stack trace.\\n')\n"
+        "    sys.exit(1)\n"
+    )
+    runner.set_output("2", "0").start(Script(str(script)))
+    exit_ = runner.wait_for_exit()
+    assert exit_.describe().endswith(
+        "exited with code 1: ValueError: the learning rate is negative"
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGABRT])
 def test_killed_worker_is_the_root_failure_although_a_peer_reported_its_error_earlier(
-    runner: GroupRunner,
+    runner: GroupRunner, number: signal.Signals
 ) -> None:
     # For example, a gloo peer may report a lost connection before the agent detects the exit.
     runner.start(
@@ -433,13 +457,13 @@ def test_killed_worker_is_the_root_failure_although_a_peer_reported_its_error_ea
             'if [ "$own" = "$first" ]; then\n'
             """  echo '{"message": {"message": "lost", "extraInfo": {}}}' > $own; sleep 60\n"""
             "fi\n"
-            "until [ -s $first ]; do sleep 0.01; done; kill -9 $$"
+            f"until [ -s $first ]; do sleep 0.01; done; kill -{number:d} $$"
         ),
         count=2,
     )
     exit_ = runner.wait_for_exit()
     assert (exit_.rank, exit_.preceding_failure) == (1, None)
-    assert "was killed by SIGKILL (not sent by this agent)" in exit_.describe()
+    assert f"was killed by {number.name} (not sent by this agent)" in exit_.describe()
 
 
 def test_error_file_of_torchs_record_is_not_overwritten(

@@ -151,10 +151,12 @@ def test_function_that_cannot_be_pickled_is_rejected_by_name(runner: GroupRunner
 
 
 def test_child_in_another_process_group_is_killed_with_its_worker(runner: GroupRunner) -> None:
-    ignore_sigterm = "trap '' TERM; while :; do sleep 1; done"
-    # Job control gives the child a process group of its own, in the worker's session.
+    # `timeout` gives itself a process group of its own, in the worker's session.
     runner.set_output("1", "0").start(
-        shell(f'set -m; sh -c "{ignore_sigterm}" & echo $!; kill -KILL $$')
+        shell(
+            "timeout 600 sleep 600 & echo $!; "
+            "until [ $(cut -d' ' -f5 /proc/$!/stat) = $! ]; do :; done; kill -KILL $$"
+        )
     )
     exit_ = runner.wait_for_exit()
     child = int(runner.read_file("stdout.log"))
@@ -345,7 +347,8 @@ def test_temporary_run_directory_contains_only_the_last_attempt(tmp_path: Path) 
     for attempt in range(3):
         runner.start(shell("exit 0"), attempt=attempt)
         assert runner.wait_for_exit().succeeded
-        assert [path.name for path in runner.workers.run_dir.iterdir()] == [f"attempt_{attempt}"]
+        attempts = [path.name for path in runner.workers.run_dir.glob("attempt_*")]
+        assert attempts == [f"attempt_{attempt}"]
     runner.workers.close()
 
 

@@ -104,6 +104,35 @@ def run_python(runner: EntrypointRunner, *args: str) -> Result:
     return runner.run(Command(sys.executable, ("-u", *args)))
 
 
+SET_BEFORE_IMPORT = """
+import os
+os.environ["OTHER"] = os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+os.environ["TORCH_LOGS"] = "+dynamo"
+import torch, torch._logging, torch.distributed as dist
+print(dist.get_debug_level().name)
+"""
+
+
+def test_a_variable_that_torch_has_read_before_the_program_sets_it_is_reported(
+    forkserver: EntrypointRunner, spawn: EntrypointRunner, tmp_path: Path
+) -> None:
+    """Under torchrun such a variable has an effect, as with --start-method spawn."""
+    script = tmp_path / "script.py"
+    script.write_text(SET_BEFORE_IMPORT)
+    new = spawn.run(Script(str(script)))
+    assert (new.out, "has no effect" in new.err) == ("DETAIL\n", False)
+    forked = forkserver.run(Script(str(script)))
+    assert forked.out == "OFF\n"
+    reports = [line for line in forked.err.splitlines() if "has no effect here" in line]
+    assert len(reports) == 2
+    for name, line, report in zip(
+        ("TORCH_DISTRIBUTED_DEBUG", "TORCH_LOGS"), (3, 5), reports, strict=True
+    ):
+        assert report.startswith(f"{script}:{line}: UserWarning: {name} has no effect here")
+        assert f"({name}=... elasticrun ...), or use --start-method spawn" in report
+
+
 @pytest.mark.long
 def test_state_of_the_interpreter_is_the_same_as_under_python(
     forkserver: EntrypointRunner, spawn: EntrypointRunner
@@ -415,3 +444,19 @@ def test_preload_that_cannot_be_imported_is_rejected(
             runner.start_next(Script(str(script)))
     finally:
         runner.workers.close()
+
+
+def test_program_imports_its_own_module_attr_as_under_python(
+    forkserver: EntrypointRunner, spawn: EntrypointRunner, tmp_path: Path
+) -> None:
+    (tmp_path / "attr.py").write_text("NAME = 'of the program'\n")
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import attr, elasticlib\n"
+        "print(attr.NAME, elasticlib.context().should_stop())\n"
+        "from elasticlib import LaunchConfig\n"
+        "print(LaunchConfig().max_nodes)\n"
+    )
+    for runner in (spawn, forkserver):
+        result = runner.run(Script(str(script)))
+        assert (result.out, result.err) == ("of the program None\n1\n", "")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from processes import is_alive
+from processes import find_children, is_alive
 from worker_groups import GroupRunner, shell
 
 from elasticlib.clock import monotonic
@@ -20,9 +20,10 @@ from elasticlib.testing.waiting import wait_until
 from elasticlib.workers import cleanup
 from elasticlib.workers.supervisor_client import SupervisorClient
 
-# Writes the pid of a child in its own process group to a file.
+# Writes the pid of a child to a file. `timeout` gives itself a process group of its own, in the
+# session of the worker.
 WORKER_WITH_CHILD = (
-    "set -m; sleep 600 & echo $! > {file}.part; mv {file}.part {file}; exec sleep 600"
+    "timeout 600 sleep 600 & echo $! > {file}.part; mv {file}.part {file}; exec sleep 600"
 )
 
 
@@ -31,7 +32,9 @@ def start_with_child(runner: GroupRunner, local_rank: int = 0, attempt: int = 0)
     file = runner.directory / f"child-{attempt}"
     runner.start(shell(WORKER_WITH_CHILD.format(file=file)), attempt=attempt)
     wait_until("the child of the worker", file.exists)
-    return runner.pid(local_rank), int(file.read_text())
+    child = int(file.read_text())
+    wait_until("a process group of the child's own", lambda: os.getpgid(child) == child)
+    return runner.pid(local_rank), child
 
 
 def find_supervisor(runner: GroupRunner) -> int:
@@ -52,6 +55,44 @@ def test_workers_exit_with_a_killed_supervisor_and_new_ones_can_start(
     assert not is_alive(child)
     assert find_supervisor(runner) != killed
     assert runner.wait_for_exit().returncode == 3
+
+
+def test_child_of_a_worker_is_killed_at_the_end_of_an_agent_whose_supervisor_was_killed(
+    runner: GroupRunner,
+) -> None:
+    worker, child = start_with_child(runner)
+    os.kill(find_supervisor(runner), signal.SIGKILL)
+    os.kill(worker, signal.SIGKILL)
+    runner.workers.close()
+    assert not is_alive(child)
+
+
+def test_child_of_a_worker_is_killed_although_the_process_that_kills_it_is_killed_first(
+    runner: GroupRunner,
+) -> None:
+    worker, child = start_with_child(runner)
+    supervisor = find_supervisor(runner)
+    others = set(find_children(supervisor))
+    # On the same processor, the idle class lets the supervisor run only while this process waits,
+    # so its child process is killed before it can list the processes.
+    own_processors = os.sched_getaffinity(0)
+    for pid in (0, supervisor):
+        os.sched_setaffinity(pid, {min(own_processors)})
+    os.sched_setscheduler(supervisor, os.SCHED_IDLE, os.sched_param(0))
+    try:
+        os.kill(worker, signal.SIGKILL)
+        limit = monotonic() + 60
+        while not (killers := set(find_children(supervisor)) - others) and monotonic() < limit:
+            os.sched_yield()
+        (killer,) = killers
+        os.kill(killer, signal.SIGKILL)
+        assert is_alive(child)
+    finally:
+        os.sched_setscheduler(supervisor, os.SCHED_OTHER, os.sched_param(0))
+        for pid in (0, supervisor):
+            os.sched_setaffinity(pid, own_processors)
+    assert runner.wait_for_exit().returncode == -signal.SIGKILL
+    wait_until("the end of the child", lambda: not is_alive(child))
 
 
 def test_killed_supervisor_is_replaced_while_no_worker_runs(runner: GroupRunner) -> None:

@@ -18,6 +18,7 @@ from worker_groups import GroupRunner, shell
 from elasticlib.errors import WorkerStartError
 from elasticlib.testing.waiting import wait_until
 from elasticlib.workers import cleanup
+from elasticlib.workers.spec import Command
 
 
 def raise_enosys(*_: object) -> int:
@@ -120,13 +121,12 @@ def unrelated_pid() -> Iterator[int]:
 
 
 # A child in a process group of its own, which the signal to the worker's group does not reach.
-CHILD_IN_OWN_GROUP = "set -m; sleep 600 & echo up; exec sleep 600"
+# Other shells than bash need a terminal for this.
+CHILD_IN_OWN_GROUP = ("bash", "-c", "set -m; sleep 600 & echo up; exec sleep 600")
 
 
 def start_session_with_child() -> subprocess.Popen[bytes]:
-    process = subprocess.Popen(
-        ["sh", "-c", CHILD_IN_OWN_GROUP], start_new_session=True, stdout=subprocess.PIPE
-    )
+    process = subprocess.Popen(CHILD_IN_OWN_GROUP, start_new_session=True, stdout=subprocess.PIPE)
     assert process.stdout is not None
     with process.stdout:
         assert process.stdout.readline() == b"up\n"
@@ -168,7 +168,7 @@ def test_process_whose_first_thread_has_exited_still_belongs_to_its_session() ->
 def test_agent_reads_no_files_of_other_processes_when_workers_exit(
     runner: GroupRunner, reads: ProcReads
 ) -> None:
-    runner.start(shell(CHILD_IN_OWN_GROUP), count=4)
+    runner.start(Command(CHILD_IN_OWN_GROUP[0], CHILD_IN_OWN_GROUP[1:]), count=4)
     pids = [int(name.removeprefix("pid ")) for name in runner.workers.running().values()]
     wait_until(
         "each worker to have a child",

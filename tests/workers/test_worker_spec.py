@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticlib.errors import ConfigError
+from elasticlib.rendezvous.blame import FailureKind, find_cause
 from elasticlib.rendezvous.membership import Node
 from elasticlib.rendezvous.rank_assignment import assign_ranks
 from elasticlib.workers.error_file import (
@@ -229,3 +230,57 @@ def test_invalid_stop_notice_is_rejected(reason: str, seconds: float) -> None:
 )
 def test_worker_was_killed_only_by_signals_of_other_processes(code: int, was_killed: bool) -> None:
     assert WorkerExit(0, 0, 77, code, "SyntaxError: x").was_killed is was_killed
+
+
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"
+NCCL = (
+    "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7) ran for 600000 ms\n"
+    "terminate called after throwing an instance of 'c10::DistBackendError'"
+)
+CHAINED = f"RuntimeError: {GLOO}\n\nThe above exception was the direct cause of the following"
+
+
+@pytest.mark.parametrize(
+    ("exit_", "kind"),
+    [
+        (WorkerExit(0, 0, 7, -9), FailureKind.KILLED),
+        (WorkerExit(0, 0, 7, -15), FailureKind.KILLED),
+        (WorkerExit(0, 0, 7, -11), FailureKind.CRASHED),
+        (WorkerExit(0, 0, 7, -6, stderr_tail="double free"), FailureKind.CRASHED),
+        (WorkerExit(0, 0, 7, -6, stderr_tail=NCCL), FailureKind.COLLECTIVE),
+        (WorkerExit(0, 0, 7, 3), FailureKind.RAISED),
+        (WorkerExit(0, 0, 7, 3, stderr_tail=f"RuntimeError: {GLOO}"), FailureKind.COLLECTIVE),
+        (WorkerExit(0, 0, 7, 1, f"RuntimeError: {GLOO}"), FailureKind.COLLECTIVE),
+        (WorkerExit(0, 0, 7, 1, "DistBackendError: NCCL error in: x"), FailureKind.COLLECTIVE),
+        (WorkerExit(0, 0, 7, 1, "MyError: gave up", traceback=CHAINED), FailureKind.COLLECTIVE),
+        # The connection to a server of the user's is the script's own.
+        (WorkerExit(0, 0, 7, 1, "ConnectionResetError: [Errno 104] reset"), FailureKind.RAISED),
+        (WorkerExit(0, 0, 7, -9, "ValueError: x"), FailureKind.RAISED),
+        (WorkerExit(0, 0, 7, -11, stop_was_requested=True), FailureKind.STOPPED),
+    ],
+)
+def test_only_what_happened_to_a_worker_by_itself_is_evidence_against_its_host(
+    exit_: WorkerExit, kind: FailureKind
+) -> None:
+    assert exit_.failure_kind is kind
+    assert kind.names_host is (kind not in (FailureKind.COLLECTIVE, FailureKind.STOPPED))
+
+
+@pytest.mark.parametrize(
+    ("first", "later_s", "second", "is_first"),
+    [
+        ("ValueError: x", 0.5, -9, False),  # it may have failed because the other one died
+        ("ValueError: x", 5.0, -9, True),
+        ("ValueError: x", 0.1, "ValueError: y", True),
+        (f"RuntimeError: {GLOO}", 5.0, "ValueError: y", False),
+        (f"RuntimeError: {GLOO}", 5.0, f"RuntimeError: {GLOO}", True),
+    ],
+)
+def test_the_cause_on_one_host_is_the_failure_that_cannot_follow_from_the_other(
+    first: str, later_s: float, second: str | int, is_first: bool
+) -> None:
+    code, message = (second, "") if isinstance(second, int) else (1, second)
+    earlier = WorkerExit(0, 0, 7, 1, first, failed_at=100.0)
+    later = WorkerExit(1, 1, 8, code, message, failed_at=100.0 + later_s)
+    for order in ([earlier, later], [later, earlier]):
+        assert find_cause(order) is (earlier if is_first else later)

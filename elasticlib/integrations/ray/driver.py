@@ -19,7 +19,6 @@ from typing import Any
 import attrs
 
 from ...agent.interface import RunResult
-from ...agent.options import SignalObserver
 from ...clock import monotonic
 from ...errors import ConfigError, ElasticError, StoreError
 from ...launch.elastic_launch import shutdown_timeout_of
@@ -29,6 +28,7 @@ from ...launch.run_id import generate_run_id
 from ...launch.store_host import CONNECT_TIMEOUT_S, RESERVED_DESCRIPTORS
 from ...observe.runs import NO_ID
 from ...rendezvous.store_layout import JobListing, StoreKeys
+from ...signal_inbox import SignalInbox
 from ...signals import signal_name
 from ...stores.tcp_client import TcpStore
 from ...stores.tcp_server import TcpStoreServer
@@ -195,7 +195,7 @@ class Driver:
         self._agents: dict[int, _Agent] = {}  # by number
         self._num_created = 0
         self._signals: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._forwarded_signal = 0  # the last one, or 0
+        self._forwarded_signal = 0  # the first one, or 0
         self._results: list[RunResult] = []
         self._early_deaths: Counter[str] = Counter()  # by node, agents in a row
         self._failed_placements: Counter[str] = Counter()  # by node
@@ -208,7 +208,9 @@ class Driver:
 
     def run(self) -> RunResult:
         """Run the job, and return its result. No process of the job is left afterwards."""
-        with SignalObserver(self._config.supervision.agent.handled_signals, self._signals.put):
+        inbox = SignalInbox()
+        inbox.forward_to(self._signals.put)
+        with inbox.captured(self._config.supervision.agent.handled_signals):
             try:
                 while not self._is_finished():
                     self._run_once()
@@ -276,7 +278,7 @@ class Driver:
     def _forward_signal(self, number: int) -> None:
         """Send a signal to all running agents, and end the job."""
         log.warning("received %s: forwarding it to all agents", signal_name(number))
-        self._forwarded_signal = number
+        self._forwarded_signal = self._forwarded_signal or number
         checkpoint_grace = self._config.supervision.agent.checkpoint_grace
         self._end_job(checkpoint_grace + shutdown_timeout_of(self._config))
         for agent in self._agents.values():
