@@ -94,7 +94,7 @@ def restore_part_and_later_all(folder: Path, sizes: MeshSizes, nodes: list[int])
     state = make_state(sizes, fresh=True)
     node = nodes[dist.get_rank()]
     with manager_on_node(folder, node, 2) as manager:
-        part = manager.restore({"own": -1}, strict=False)
+        part = manager.restore({"number": -1}, strict=False)
         part_snapshots = sorted(path.name for path in (folder / f"node{node}" / "2").iterdir())
     dist.barrier()
     with manager_on_node(folder, node, 3) as manager:
@@ -103,7 +103,7 @@ def restore_part_and_later_all(folder: Path, sizes: MeshSizes, nodes: list[int])
     return {
         "steps": (part.step, result.step),
         "kept": part_snapshots,
-        "right": shared_bits(state) == expected,
+        "right": all_bits(state) == expected,
     }
 
 
