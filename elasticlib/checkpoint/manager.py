@@ -539,6 +539,11 @@ class CheckpointManager:
             )
 
     @property
+    def per_rank(self) -> tuple[str, ...]:
+        """The names of the values that each rank saves and restores for itself."""
+        return tuple(self._per_rank)
+
+    @property
     def is_writer(self) -> bool:
         """True if this rank writes states that are the same on all ranks."""
         return self._rank_info.rank == 0

@@ -630,8 +630,8 @@ def _no_usable_checkpoint(reasons: Sequence[str]) -> CheckpointCorruptError:
 def _check_equal_values(search: StateSearch, plan: RestorePlan) -> None:
     """Check that the snapshots of all ranks have the same plain values and generators.
 
-    A rank would get those of another rank otherwise. If the state is sharded, and the number of
-    ranks is that of the snapshots, each rank gets its own back: then this is only a warning.
+    A rank would get those of another rank otherwise. If the state is sharded, and there is
+    a part of each rank, each rank gets its own back: then this is only a warning.
 
     Raises:
         CheckpointError: the values differ; on all ranks.
@@ -669,7 +669,7 @@ def _check_equal_values(search: StateSearch, plan: RestorePlan) -> None:
         f"values at {shown}. Make the keys and values equal on all ranks, or name them in "
         "CheckpointManager(..., per_rank=(...))"
     )
-    if plan.key.num_parts != group.world_size:
+    if not plan.key.num_parts == group.world_size == len(plan.holders):
         raise CheckpointError(f"{message}. A restore would give the values of one to all ranks")
     if group.rank == 0:
         log.warning("%s. Each rank continues with its own; a checkpoint cannot be saved", message)

@@ -121,6 +121,11 @@ def steps(
         )
     if not keep_copy and manager is None:
         raise ConfigError("without a copy, only a manager can restore a state: give a manager")
+    if manager is not None and manager.per_rank:
+        raise ConfigError(
+            f"steps cannot use a manager with per_rank={manager.per_rank!r}, because a worker that "
+            "joins receives the state of another one: seed random numbers for each step instead"
+        )
     loop = StepLoop(
         batches,
         state,

@@ -38,7 +38,7 @@ def make_state(sizes: MeshSizes, *, fresh: bool) -> dict[str, Any]:
         "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1),
         "columns": [distribute_tensor(full, mesh, [*copies, Shard(1)])],
         "same": distribute_tensor(full.sum(), mesh, [Replicate()] * len(sizes)),
-        "own": -1 if fresh else dist.get_rank(),
+        "number": -1 if fresh else 7,
     }
     if not fresh:
         for at in range(2):
@@ -47,9 +47,8 @@ def make_state(sizes: MeshSizes, *, fresh: bool) -> dict[str, Any]:
     return state
 
 
-def shared_bits(state: dict[str, Any]) -> Any:
-    """Return all bits of the values that all ranks share."""
-    return json.loads(json.dumps(bits([state[name] for name in state if name != "own"])))
+def all_bits(state: dict[str, Any]) -> Any:
+    return json.loads(json.dumps(bits([*state.values()])))
 
 
 def manager_on_node(folder: Path, node: int, attempt: int) -> CheckpointManager:
@@ -65,7 +64,7 @@ def snapshot(folder: Path, sizes: MeshSizes) -> None:
     state = make_state(sizes, fresh=False)
     with manager_on_node(folder, dist.get_rank(), 1) as manager:
         assert manager.snapshot(4, state)
-    expected = shared_bits(state)
+    expected = all_bits(state)
     if dist.get_rank() == 0:
         (folder / "bits").write_text(json.dumps(expected))
 
@@ -73,20 +72,19 @@ def snapshot(folder: Path, sizes: MeshSizes) -> None:
 def restore(folder: Path, sizes: MeshSizes, nodes: list[int]) -> dict[str, Any]:
     """Restore on ranks that are on these nodes."""
     state = make_state(sizes, fresh=True)
-    before = shared_bits(state)
+    before = all_bits(state)
     with manager_on_node(folder, nodes[dist.get_rank()], 2) as manager:
         result = manager.restore(state)
         source = manager._snapshots
         assert source is not None
         parts = sorted((s.step, s.part, s.num_parts) for s in source.list_states())
-    now = shared_bits(state)
+    now = all_bits(state)
     return {
         "step": result.step,
         "source": result.source,
         "skipped": result.skipped,
         "right": now == json.loads((folder / "bits").read_text()),
         "unchanged": now == before,
-        "own": state["own"],
         "parts": parts,
     }
 
@@ -96,7 +94,7 @@ def restore_part_and_later_all(folder: Path, sizes: MeshSizes, nodes: list[int])
     state = make_state(sizes, fresh=True)
     node = nodes[dist.get_rank()]
     with manager_on_node(folder, node, 2) as manager:
-        part = manager.restore({"own": -1}, strict=False)
+        part = manager.restore({"number": -1}, strict=False)
         part_snapshots = sorted(path.name for path in (folder / f"node{node}" / "2").iterdir())
     dist.barrier()
     with manager_on_node(folder, node, 3) as manager:
@@ -105,7 +103,7 @@ def restore_part_and_later_all(folder: Path, sizes: MeshSizes, nodes: list[int])
     return {
         "steps": (part.step, result.step),
         "kept": part_snapshots,
-        "right": shared_bits(state) == expected,
+        "right": all_bits(state) == expected,
     }
 
 

@@ -20,7 +20,7 @@ from elasticlib import CheckpointManager
 from elasticlib.checkpoint.final_save import FinalSave
 
 
-def net() -> torch.nn.Module:
+def net() -> torch.nn.Sequential:
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(3, 200), torch.nn.BatchNorm1d(200))
 
@@ -94,11 +94,12 @@ def save_similar(folder: Path) -> tuple[list[int], float]:
     """Save what may differ by rank: statistics of BatchNorm, devices and strides; and on rank 0."""
     rank = dist.get_rank()
     module = net()
-    module[1].running_mean.fill_(rank)
+    module.get_buffer("1.running_mean").fill_(rank)
     table = torch.arange(40_000.0).view(200, 200)
     table = table.t().contiguous().t() if rank else table
-    state = {"net": module, "dict": net().state_dict(), "table": table, "number": 1.0}
-    state["dict"]["1.running_var"].fill_(rank)
+    given = net().state_dict()
+    given["1.running_var"].fill_(rank)
+    state = {"net": module, "dict": given, "table": table, "number": 1.0}
     with CheckpointManager(folder) as manager:
         for step in (1, 2):
             manager.save(step, state)

@@ -205,11 +205,16 @@ def test_an_attempt_must_be_entered_once() -> None:
             attempt.__enter__()
 
 
-def test_invalid_arguments_are_rejected() -> None:
+def test_invalid_arguments_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="takes an ElasticBatchSampler, got a range"):
         elasticlib.steps(range(3), {})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="save_every >= 0, got -1"):
         elasticlib.steps(create_batches(), {}, save_every=-1)
+    with (
+        CheckpointManager(tmp_path, per_rank=("rng",)) as manager,
+        pytest.raises(ConfigError, match=r"a manager with per_rank=\('rng',\)"),
+    ):
+        elasticlib.steps(create_batches(), {}, manager=manager)
 
 
 def steps_of_sharded_state() -> str:
