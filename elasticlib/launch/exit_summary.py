@@ -32,6 +32,8 @@ FAILURE_FILE = "failure.json"
 NAME = "elasticrun"
 MAX_REASON_CHARS = 100
 MAX_COMMAND_CHARS = 500
+# --preload is suggested if it saves this time of each start, and this share of it.
+MIN_SAVED_S, MIN_SAVED_SHARE = 1.0, 1 / 3
 
 
 # -- what the run lost -----------------------------------------------------------------------------
@@ -73,6 +75,21 @@ def summary_lines(totals: NodeTotals) -> Iterator[str]:
     if count > 1 or totals.lost.seconds:
         suffix = f"; {NO_STEPS_TEXT}" if has_no_steps else ""
         yield f"  time lost on this node: {_format_phases(totals.lost)}{suffix}"
+        yield from _preload_lines(totals)
+
+
+def _preload_lines(totals: NodeTotals) -> Iterator[str]:
+    """Suggest --preload if the start of workers was most of the lost time, and imports of that."""
+    startup = totals.lost.startup or 0.0
+    per_restart = startup / max(1, totals.num_generations - 1)
+    saved = sum(totals.slow_imports.values())
+    is_worth_it = saved >= max(MIN_SAVED_S, MIN_SAVED_SHARE * per_restart)
+    if is_worth_it and startup > totals.lost.seconds / 2:
+        yield (
+            "  most of the lost time was the start of workers: add "
+            f"{','.join(sorted(totals.slow_imports))} to --preload to import "
+            f"{format_duration(saved)} of each start in advance"
+        )
 
 
 def _overview(totals: NodeTotals) -> Iterator[str]:

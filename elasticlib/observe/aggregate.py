@@ -281,7 +281,12 @@ def _record_step(generation: NodeGeneration, event: Event) -> NodeGeneration:
     if event.kind == "training.started":
         duration = event.seconds("duration_seconds")
         done_at = at if duration is None else min(at, started_at + duration)
-        generation = attrs.evolve(generation, first_step_at=done_at, first_step=step)
+        generation = attrs.evolve(
+            generation,
+            first_step_at=done_at,
+            first_step=step,
+            slow_imports=event.seconds_by_name("slow_imports"),
+        )
     else:
         silence = event.seconds("seconds_since_heartbeat") or 0.0
         done_at = max(started_at, at - silence)

@@ -106,6 +106,8 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "step": "smallest first step of this node's workers in this generation",
         "duration_seconds": "time from the start of the workers until the slowest one had "
         "completed its first step",
+        "slow_imports": "seconds by module: what the slowest worker imported before its first "
+        "step and --preload could import in advance; 0.1 s or more each, at most 4",
     },
     "progress": {
         "step": "smallest last step of this node's workers",
@@ -352,6 +354,13 @@ class Event:
         if not isinstance(value, Mapping):
             return {}
         return {str(key): str(item) for key, item in value.items()}
+
+    def seconds_by_name(self, name: str) -> dict[str, float]:
+        """Return the numbers that are not negative in the object `name`, else {}."""
+        value = self.data.get(name)
+        items = value.items() if isinstance(value, Mapping) else ()
+        known = ((str(key), _as_number(item)) for key, item in items)
+        return {key: number for key, number in known if number is not None and number >= 0}
 
     def pair(self, name: str) -> tuple[int, int] | None:
         """Return the value of `name` if it is two integers that are not negative, else None."""

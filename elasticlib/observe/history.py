@@ -170,6 +170,7 @@ class NodeGeneration:
     first_step: int | None = None
     last_step: int | None = None
     last_step_at: float | None = None
+    slow_imports: Mapping[str, float] = attrs.field(factory=dict)  # seconds by module
     stalled_seconds: float = 0.0  # between steps, far more than these usually take
     num_saves: int = 0
     num_snapshots: int = 0

@@ -47,6 +47,11 @@ class HeartbeatReading:
             return None
         return min(beat.first_step for beat in beats), max(beat.first_at for beat in beats)
 
+    @property
+    def slow_imports(self) -> Mapping[str, float]:
+        """The slow imports of the worker that was the last to complete its first step."""
+        return max(self.with_steps, key=lambda beat: beat.first_at).slow_imports
+
 
 @attrs.frozen
 class StepMonitor:
@@ -107,7 +112,11 @@ class StepMonitor:
             monitor = attrs.evolve(monitor, training_at=reading.at, reported_at=reading.at)
             if reading.first_step is not None:
                 step, at = reading.first_step
-                data = {"step": step, "duration_seconds": round(at - reading.started_at, 6)}
+                data: dict[str, Any] = {
+                    "step": step,
+                    "duration_seconds": round(at - reading.started_at, 6),
+                    "slow_imports": dict(reading.slow_imports),
+                }
                 events.append(("training.started", data))
         return monitor, events
 

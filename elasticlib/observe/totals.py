@@ -49,6 +49,8 @@ class NodeTotals:
     recovery_times: DurationHistogram = attrs.field(factory=DurationHistogram)
     checkpoint_step: int | None = None
     snapshot_step: int | None = None
+    # Seconds by module that the last restart spent on imports which --preload could do in advance.
+    slow_imports: Mapping[str, float] = attrs.field(factory=dict)
 
     @property
     def num_generations(self) -> int:
@@ -75,6 +77,7 @@ def totals_of(aggregate: NodeAggregate) -> NodeTotals:
     later = sorted(history.generations[1:], key=lambda made: -made.cost.seconds)
     most_expensive = sorted(later[:MAX_LISTED_GENERATIONS], key=lambda made: made.started_at)
     restart_times, recovery_times = _restart_and_recovery_times(history)
+    restarted = reversed(aggregate.generations[1:])
     restarts = [0, *(made.restarts for made in history.generations)]
     return NodeTotals(
         seconds=history.duration_seconds,
@@ -90,6 +93,7 @@ def totals_of(aggregate: NodeAggregate) -> NodeTotals:
         recovery_times=recovery_times,
         checkpoint_step=status.checkpoint_step,
         snapshot_step=status.snapshot_step,
+        slow_imports=next((made.slow_imports for made in restarted if made.slow_imports), {}),
     )
 
 

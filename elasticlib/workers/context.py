@@ -16,6 +16,7 @@ from collections.abc import Callable
 import attrs
 
 from ..clock import monotonic
+from .import_timer import take_slow_imports
 from .interface import RESIZE, RESTORE_SOURCES, RestoreReport
 from .stack_dump import register_dump_handler
 from .worker_channel import CHANNEL_ENV, WorkerChannel
@@ -58,6 +59,7 @@ class WorkerContext:
     def __init__(self, channel: WorkerChannel | None) -> None:
         self._channel = channel  # None without an agent, and in a forked child
         self._num_calls = 0  # calls of should_stop in this group
+        self._has_stepped = False  # in any group
         self._assignment = 0  # number of the last accepted assignment; 0 before the first one
         self._stop: StopRequest | None = None  # the answer once a stop is agreed
         self._stop_callbacks: list[Callable[[], object]] = []
@@ -136,6 +138,9 @@ class WorkerContext:
         if channel is not None:
             if loss is not None:
                 loss = float(loss)  # may wait for the GPU, so the time is read afterwards
+            if not self._has_stepped:
+                self._has_stepped = True
+                channel.report_slow_imports(take_slow_imports())
             channel.report_step(step, monotonic(), loss, samples)
 
     def report_starting(self) -> None:

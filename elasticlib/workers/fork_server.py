@@ -29,6 +29,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..numpy_warning import missing_numpy_ignored
+from .import_timer import open_gpu, start_import_timer
 from .late_variables import record_reads, warn_about_late_changes
 from .supervisor_protocol import (
     MAX_REASON_CHARS,
@@ -90,6 +91,7 @@ def serve(first: int, second: int, directory: str, preload: Sequence[str]) -> li
     _rename_process(process_name)
     program = _become_like_new_interpreter(job, before, _variables_changed_since(before))
     warn_about_late_changes(read_variables)
+    start_import_timer()
     return program
 
 
@@ -347,12 +349,8 @@ def _fork_safety_error() -> str:
     if len(os.listdir("/proc/self/task")) > 1:
         names = ", ".join(t.name for t in threading.enumerate() if t is not threading.main_thread())
         return f"what was imported has started threads ({names or 'not of Python'})"
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            path = os.readlink(f"/proc/self/fd/{name}")
-            if path.startswith(("/dev/nvidia", "/dev/kfd", "/dev/dri")):
-                return f"what was imported has opened a GPU ({path})"
-    return ""
+    path = open_gpu()
+    return f"what was imported has opened a GPU ({path})" if path else ""
 
 
 def _become_like_new_interpreter(

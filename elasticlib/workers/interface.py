@@ -58,6 +58,8 @@ class Heartbeat:
     num_snapshots: int = 0
     loss: float | None = None  # last reported loss
     num_samples: float = 0.0  # samples of all steps
+    # Seconds of the modules that a forked worker imported before its first step, if it took long.
+    slow_imports: Mapping[str, float] = attrs.field(factory=dict)
 
 
 @attrs.frozen

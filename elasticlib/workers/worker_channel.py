@@ -84,12 +84,15 @@ _ASSIGNED = 36  # number of the last assignment that the agent published
 _LAST_FINISHED_GROUP = 37  # number of the last assignment whose group has finished
 
 _DURATIONS = 64  # NUM_STEP_DURATIONS words of the worker
+_SLOW_IMPORTS = 96  # the length in bytes of JSON in the words that follow; 0 without a report
+MAX_SLOW_IMPORTS, MAX_SLOW_IMPORTS_BYTES = 4, 248
 _ASSIGNMENT = 1024  # byte offset of the last assignment: its length in 8 bytes, then JSON
 MAX_ASSIGNMENT_BYTES = PAGE_BYTES - _ASSIGNMENT - 8
 
 _RESET_BY_ASSIGNMENT = (
     *(_CALL_STARTED, _CALL_FINISHED, _CALL_BLOCKED, _NUM_STEPS, _FIRST_STEP_AT),
     *(_HAS_LOSS, _NUM_SAMPLES, _NUM_SAVES, _NUM_SNAPSHOTS, _NUM_RESTORES),
+    _SLOW_IMPORTS,
 )
 
 
@@ -233,6 +236,17 @@ class WorkerChannel:
         if loss is not None:
             seconds[_LOSS] = loss
             words[_HAS_LOSS] = 1
+
+    def report_slow_imports(self, seconds: Mapping[str, float]) -> None:
+        """Report how long modules took to be imported; the slowest are kept."""
+        slowest = sorted(seconds.items(), key=lambda item: -item[1])[:MAX_SLOW_IMPORTS]
+        text = b""
+        for count in range(1, len(slowest) + 1):
+            longer = json.dumps({name: round(took, 3) for name, took in slowest[:count]}).encode()
+            text = longer if len(longer) <= MAX_SLOW_IMPORTS_BYTES else text
+        begin = 8 * (_SLOW_IMPORTS + 1)
+        self._view[begin : begin + len(text)] = text
+        self._words[_SLOW_IMPORTS] = len(text)
 
     def report_saved(self, step: int, now: float = 0.0) -> None:
         self._words[_SAVED_STEP] = step
@@ -441,7 +455,14 @@ class WorkerChannel:
             num_snapshots=words[_NUM_SNAPSHOTS],
             last_restore=self._last_restore() if words[_NUM_RESTORES] else None,
             num_restores=words[_NUM_RESTORES],
+            slow_imports=self._slow_imports(),
         )
+
+    def _slow_imports(self) -> Mapping[str, float]:
+        length, begin = self._words[_SLOW_IMPORTS], 8 * (_SLOW_IMPORTS + 1)
+        text = bytes(self._view[begin : begin + length]) or b"{}"
+        found: dict[str, float] = json.loads(text)
+        return found
 
     def _last_restore(self) -> RestoreReport:
         return RestoreReport(

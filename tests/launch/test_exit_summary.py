@@ -119,3 +119,38 @@ def test_a_failed_run_shows_command_line_and_traceback_in_summary_and_report(job
     assert re.search(
         r"<summary>Traceback</summary><pre>.*in train.*ValueError: bad batch", text, re.S
     )
+
+
+def test_summary_suggests_to_preload_the_modules_whose_imports_delayed_a_restart(job: Job) -> None:
+    package = job.folder / "slow"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "part.py").write_text("import time; time.sleep(3)\n")
+    (job.folder / "threads.py").write_text(
+        "import threading, time; time.sleep(0.3)\n"
+        "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
+    script = job.folder / "train.py"
+    script.write_text(
+        "import os, sys, threads, slow.part, elasticlib\n"
+        "elasticlib.context().step(1)\n"
+        "assert [finder.__module__ for finder in sys.meta_path].count(\n"
+        "    'elasticlib.workers.import_timer') == 0\n"
+        "sys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')\n"
+    )
+
+    def summary(*flags: str) -> str:
+        launch = (sys.executable, "-m", "elasticlib.launch", "--standalone", "--max-restarts=1")
+        agent = job.start("a", *launch, *flags, str(script), PYTHONPATH=WITHOUT_TORCH)
+        assert agent.exit_code() == 0, agent.text
+        text = agent.text
+        agent.log.unlink()
+        return text
+
+    assert re.search(
+        r"^  most of the lost time was the start of workers: add slow\.part to --preload to import "
+        r"\d.* s of each start in advance$",
+        summary(),
+        re.MULTILINE,
+    )
+    assert "most of the lost time" not in summary("--preload=slow.part")

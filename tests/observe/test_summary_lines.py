@@ -11,7 +11,7 @@ from elasticlib.agent.interface import RunResult
 from elasticlib.launch.exit_summary import format_result, summary_lines
 from elasticlib.observe.aggregate import NodeAggregate
 from elasticlib.observe.event import Event
-from elasticlib.observe.history import GenerationTrigger
+from elasticlib.observe.history import GenerationTrigger, RecoveryCost
 from elasticlib.observe.history_reader import history_of
 from elasticlib.observe.totals import MAX_LISTED_GENERATIONS, NodeTotals, totals_of
 from elasticlib.workers.spec import WorkerState
@@ -123,3 +123,27 @@ def test_time_of_imports_of_a_job_is_that_of_its_slowest_node() -> None:
     two = Agent("n2").launch(1.0).join(10.0, 1, nodes=2, rank=1, imports=8.0)
     (generation,) = history_of({"n1": one.events, "n2": two.events}).generations
     assert (generation.cost.imports, generation.cost.rendezvous) == (8.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("startup", "imports", "shutdown", "is_suggested"),
+    [
+        (8.0, 3.1, 1.0, True),
+        (2.0, 0.9, 1.0, False),  # too little time
+        (8.0, 1.2, 1.0, False),  # too small a part of the start, which takes 4 s
+        (8.0, 3.1, 9.0, False),  # other time was lost
+    ],
+)
+def test_preload_is_suggested_if_imports_are_a_large_part_of_the_lost_time(
+    startup: float, imports: float, shutdown: float, is_suggested: bool
+) -> None:
+    totals = NodeTotals(
+        triggers={GenerationTrigger.START: 1, GenerationTrigger.FAILURE: 2},
+        lost=RecoveryCost(startup=startup, shutdown=shutdown),
+        slow_imports={"transformers.trainer": imports - 0.5, "pandas": 0.5},
+    )
+    line = (
+        "  most of the lost time was the start of workers: add pandas,transformers.trainer to "
+        f"--preload to import {imports:.1f} s of each start in advance"
+    )
+    assert list(summary_lines(totals))[2:] == [line] * is_suggested
