@@ -17,6 +17,7 @@ import socket
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 from .clock import monotonic
 from .threads import daemon_thread, start_thread
@@ -46,6 +47,7 @@ class EventLoop:
         self._num_owners = 0  # threads that call `run_until` again and again
         self._needs_thread = False  # events are to be handled while no thread owns the loop
         self._is_closing = False  # to be closed when the last owner releases it
+        self._is_abandoned = False  # the thread closes it once no descriptor is watched
         self._thread: threading.Thread | None = None  # the loop's own thread
         self._selector: selectors.BaseSelector | None = None  # None until it is needed
         self._wakeup: tuple[socket.socket, socket.socket] | None = None  # receives, sends
@@ -84,15 +86,35 @@ class EventLoop:
             self._needs_thread = True
             if self._num_owners > 0 or self._thread is not None:
                 return
-            thread = daemon_thread(
-                lambda: self.run_until(lambda: self._thread is not thread, math.inf), "event-loop"
-            )
+
+            def is_over() -> bool:
+                return self._thread is not thread or (self._is_abandoned and not self._has_readers)
+
+            def run() -> None:
+                self.run_until(is_over, math.inf)
+                if self._is_abandoned:
+                    self.close()
+
+            thread = daemon_thread(run, "event-loop")
             self._thread = thread
             try:
                 start_thread(thread)
             except OSError:
                 self._thread = None
                 raise
+
+    def abandon(self) -> None:
+        """Close the loop in its thread once no descriptor is watched: nobody uses the loop.
+
+        The garbage collector calls this in any thread, so the call takes no lock.
+        """
+        self._is_abandoned = True
+        self.wake()
+
+    @property
+    def is_driven(self) -> bool:
+        """True if a thread handles the events even if no caller waits for one."""
+        return self._thread is not None or self._num_owners > 0
 
     def wake(self) -> None:
         """Make all calls of `run_until` check their conditions.
@@ -222,7 +244,9 @@ class EventLoop:
                 receiver.setblocking(False)
                 sender.setblocking(False)
                 selector = selectors.DefaultSelector()
-                selector.register(receiver, selectors.EVENT_READ, self._read_wakeup)
+                # Without a reference to the loop, which is then freed with its last user.
+                read = partial(_read_wakeup, receiver)
+                selector.register(receiver, selectors.EVENT_READ, read)
                 self._selector = selector
             return self._selector
 
@@ -249,11 +273,16 @@ class EventLoop:
             # A callback that fails must not prevent the others.
             log.error("a callback of the event loop failed: %s", error, exc_info=error)
 
-    def _read_wakeup(self) -> None:
-        wakeup = self._wakeup
-        if wakeup is not None:
-            with contextlib.suppress(OSError):
-                wakeup[0].recv(4096)
+    @property
+    def _has_readers(self) -> bool:
+        """True if a descriptor is watched besides the one for wake-ups."""
+        selector = self._selector
+        return selector is not None and len(selector.get_map() or ()) > 1
+
+
+def _read_wakeup(receiver: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # The loop may be closed.
+        receiver.recv(4096)
 
 
 def _close(*links: socket.socket) -> None:

@@ -35,8 +35,9 @@ UNREACHED_CLOSE_TIMEOUT_S = 1.0  # maximum duration of `shutdown` if no store wa
 class DynamicRendezvousHandler(RendezvousHandler):
     """Rendezvous with a membership that changes while the job runs. Thread-safe.
 
-    A handler that is garbage-collected without `shutdown` leaves the job. If another handler with
-    the same store and node id takes its place, the nodes meet in a new generation.
+    A handler that is garbage-collected without `shutdown` leaves the job, as if `shutdown` had been
+    called, but nobody waits for that. Its thread keeps the store until then. If another handler
+    with the same store and node id takes its place, the nodes meet in a new generation.
 
     Args:
         store: A store that all nodes of the job reach. The caller closes it after `shutdown`.

@@ -31,7 +31,7 @@ from ..errors import (
     require_not_none,
 )
 from ..event_loop import EventLoop
-from ..stores.interface import Listing, WatchResult
+from ..stores.interface import CancelWatch, Listing, WatchResult
 from ..threads import daemon_thread
 from .bootstrap_store import BootstrapStoreServer
 from .interface import RendezvousInfo, RendezvousStoreInfo
@@ -120,6 +120,7 @@ class NodeThread:
         self._takes_part = False  # a caller has asked for the job; until then, it is not read
         self._bootstrap_store: BootstrapStoreServer | None = None  # if this node is rank 0
         self._is_watching = False
+        self._cancel_watch: CancelWatch | None = None  # cancels the last watch
         self._failed_watches = 0  # in a row
         self._listing: Listing | None = None  # delivered by the last watch
         self._poll_at = float("-inf")
@@ -314,6 +315,10 @@ class NodeThread:
                 "when its lease expires: %s",
                 error,
             )
+        # Without this, the watch and late requests would keep this object, and so the store, alive.
+        if self._cancel_watch is not None:
+            self._cancel_watch()
+        self._requests.clear()
 
     def _run_once(self) -> float:
         """Publish, and poll if it is time. Return the seconds to wait if no request arrives before.
@@ -417,13 +422,16 @@ class NodeThread:
         if self._is_watching:
             return
         node, after = self.node, snapshot.version
-        # The leader collects changes for a while before it lists the job, so it needs no listing.
-        if self._failed_watches or not node.store.watch(
-            node.watch_prefix,
-            after=after,
-            callback=self._on_watch_result,
-            with_listing=not node.is_leader,
-        ):
+        self._cancel_watch = None
+        if not self._failed_watches:
+            # The leader collects changes for a while before it lists the job: it needs no listing.
+            self._cancel_watch = node.store.watch(
+                node.watch_prefix,
+                after=after,
+                callback=self._on_watch_result,
+                with_listing=not node.is_leader,
+            )
+        if self._cancel_watch is None:
             daemon_thread(
                 partial(self._wait_for_change, node.watch_prefix, after), "rendezvous-watch"
             ).start()

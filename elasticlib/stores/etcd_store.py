@@ -14,10 +14,12 @@ import base64
 import contextlib
 import json
 import math
+import os
 import select
 import socket
 import ssl
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -295,7 +297,7 @@ class _Gateway:
     def close(self) -> None:
         """Close the idle connections. Connections in use are closed after their requests."""
         self._closed = True
-        for idle in self._idle.values():
+        for idle in list(self._idle.values()):
             with contextlib.suppress(IndexError):  # raised when the list is empty
                 while True:
                     idle.pop().close()
@@ -405,6 +407,14 @@ class _Watch:
         with self._state:
             self.error = self.error or error
             self._state.notify_all()
+        self._end_stream()
+
+    def abandon(self) -> None:
+        """End the watch without taking a lock. No thread may wait for it."""
+        self.error = self.error or StoreConnectionError("this store was not closed")
+        self._end_stream()
+
+    def _end_stream(self) -> None:
         if self._socket is not None:
             with contextlib.suppress(OSError):  # the connection may be closed already
                 # The method of a TLS socket would discard state that the reader still uses.
@@ -442,10 +452,22 @@ class _Watch:
 # -- store -------------------------------------------------------------------------------------
 
 
+def _abandon(gateway: _Gateway, watches: Mapping[str, _Watch], pid: int) -> None:
+    """End the connections of a store that the garbage collector has freed.
+
+    The collector runs in any thread and at any line, so this neither takes a lock nor blocks.
+    """
+    gateway.close()
+    if pid == os.getpid():  # In a forked child, the watches are those of the parent.
+        for watch in watches.values():
+            watch.abandon()
+
+
 class EtcdStore(Store, ForkAware):
     """A client of a store in etcd 3.4 or later, over etcd's JSON gateway. Thread-safe.
 
-    In a forked child, the copy is another client.
+    In a forked child, the copy is another client. A store that is garbage-collected without `close`
+    ends its connections, and its leases expire.
 
     etcd grants leases of whole seconds, of at least one and a half election timeouts (by default
     2 s), and checks them twice a second. A ttl is therefore rounded up, and a lease expires up to a
@@ -501,6 +523,7 @@ class EtcdStore(Store, ForkAware):
         self._gateway = self._new_gateway()
         self._state_lock = threading.Lock()  # guards the two fields below
         self._watches: dict[str, _Watch] = {}  # by first key; the one used last is the last
+        weakref.finalize(self, _abandon, self._gateway, self._watches, os.getpid()).atexit = False
         self._leases: dict[str, tuple[int, int]] = {}  # version and lease of each key
         before, self._closed = self._closed, threading.Event()
         if before.is_set():

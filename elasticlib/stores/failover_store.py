@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -52,6 +53,9 @@ class StoreEndpoint:
 
 class FailoverStore(Store, ForkAware):
     """A client of a store that is served at one of several endpoints. Thread-safe.
+
+    A store that is garbage-collected without `close` ends its connection. A server that it has
+    started keeps running until it is closed.
 
     Args:
         endpoints: The endpoints in the order in which they are tried, which is the same on all
@@ -96,6 +100,8 @@ class FailoverStore(Store, ForkAware):
         if self._pid:
             self.event_loop.close_after_fork()
         self.event_loop = EventLoop()  # of all clients
+        # A client that is freed with this store ends its own connection.
+        weakref.finalize(self, self.event_loop.abandon).atexit = False
         self._move_lock = threading.RLock()  # guards moves
         self._server = None
         self._probed: set[int] = set()  # endpoints that `try_other_endpoints` tries now

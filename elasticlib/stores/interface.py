@@ -166,7 +166,8 @@ class Store(abc.ABC):
 
         The callback runs in any thread, and must not block. Its argument is True after a change,
         and False if the client lost the watch, for example with its connection. A watch that is not
-        needed any more must be cancelled: it occupies memory of the store until then.
+        needed any more must be cancelled: until then, it occupies memory of the store, and keeps
+        the objects of the callback alive.
 
         Args:
             prefix: The prefix of the keys.

@@ -17,6 +17,7 @@ import secrets
 import socket
 import struct
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -61,7 +62,8 @@ Reply = Frame | ElasticError
 class TcpStore(Store, ForkAware):
     """Client of the `TcpStoreServer` at an address. Thread-safe.
 
-    In a forked child, the copy is another client, which opens a connection of its own.
+    In a forked child, the copy is another client, which opens a connection of its own. A store that
+    is garbage-collected without `close` ends its connection, and its watches with it.
 
     Args:
         host: Name or address of the server. All addresses of a name are tried.
@@ -79,6 +81,7 @@ class TcpStore(Store, ForkAware):
 
     event_loop: EventLoop
     _connection: _TcpConnection | None = None
+    _finalizer: weakref.finalize[..., Any] | None = None  # ends the last connection
 
     def __init__(
         self,
@@ -261,6 +264,7 @@ class TcpStore(Store, ForkAware):
             if old is not None and old.is_open:
                 return old
             self._connection = connection = self._connect_until(deadline, timeout)
+            self._finalize(connection)
             if old is not None:
                 old.close("the connection was replaced")
             self.local_address = numeric_address(connection.socket.getsockname())
@@ -269,6 +273,14 @@ class TcpStore(Store, ForkAware):
             return connection
         finally:
             lock.release()
+
+    def _finalize(self, connection: _TcpConnection) -> None:
+        """Let the garbage collector end this connection instead of the last one."""
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        loop = self.event_loop if self._owns_event_loop else None
+        self._finalizer = weakref.finalize(self, _abandon, connection, loop, os.getpid())
+        self._finalizer.atexit = False
 
     def _connect_until(self, deadline: float, timeout: float) -> _TcpConnection:
         """Connect, and try again after failures until the deadline."""
@@ -325,6 +337,20 @@ class TcpStore(Store, ForkAware):
             sock.close()
             raise
         return connection
+
+
+def _abandon(connection: _TcpConnection, loop: EventLoop | None, pid: int) -> None:
+    """End the connection and the event loop, if any, of a store that the collector has freed.
+
+    The collector runs in any thread and at any line, so this neither takes a lock nor blocks.
+    """
+    if pid != os.getpid():
+        # In a forked child, a shutdown would end the connection of the parent.
+        connection.socket.close()
+        return
+    connection.abandon()
+    if loop is not None:
+        loop.abandon()
 
 
 def _raise_if_error(reply: Reply) -> Frame:
@@ -420,6 +446,19 @@ class _TcpConnection:
     def close(self, reason: str) -> None:
         """End the connection. Requests in flight raise StoreConnectionError with the reason."""
         self._end(StoreConnectionError(f"{self._address}: {reason}"))
+
+    def abandon(self) -> None:
+        """End the connection without taking a lock. No request but watches may be in flight."""
+        if not self.is_open:
+            return
+        if self._loop.is_driven:
+            # The thread of the loop receives the end, closes the socket and ends the watches.
+            with contextlib.suppress(OSError):  # the peer may have ended the connection
+                self.socket.shutdown(socket.SHUT_RDWR)
+            return
+        self._error = StoreConnectionError(f"{self._address}: this store was not closed")
+        self._loop.remove_reader(self.socket.fileno())
+        self.socket.close()
 
     def _send(self, data: bytes) -> None:
         if not self._send_lock.acquire(timeout=min(self._timeout, MAX_WAIT_S)):

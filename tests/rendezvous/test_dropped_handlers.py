@@ -1,25 +1,29 @@
-"""A handler that is garbage collected without `shutdown` leaves the job."""
+"""A handler that is garbage collected without `shutdown` leaves the job, and frees its store."""
 
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from elasticlib.rendezvous.handler import DynamicRendezvousHandler
+from elasticlib.rendezvous.handler import DynamicRendezvousHandler, StaticRendezvousHandler
 from elasticlib.rendezvous.interface import ChangeKind, RendezvousInfo
 from elasticlib.rendezvous.membership import Node, RendezvousSettings, RendezvousTimeouts
 from elasticlib.rendezvous.store_layout import StoreKeys
+from elasticlib.stores.failover_store import FailoverStore, StoreEndpoint
 from elasticlib.stores.file_store import FileStore
 from elasticlib.stores.interface import Store
 from elasticlib.stores.memory_store import MemoryStore
+from elasticlib.stores.tcp_client import TcpStore
+from elasticlib.stores.tcp_server import TcpStoreServer
 from elasticlib.testing.rendezvous_cluster import FakeBootstrapStore
 from elasticlib.testing.waiting import wait_until
 
@@ -126,6 +130,87 @@ def test_another_handler_with_the_same_id_replaces_it_at_once(
     assert other.wait_for_change(1.0) is None
     for handler in (*handlers.values(), *filter(None, [referenced])):
         handler.shutdown()
+
+
+def dynamic_handler(store: Store) -> DynamicRendezvousHandler:
+    return DynamicRendezvousHandler(
+        store,
+        "run",
+        Node(id="a-1", host="a", address="127.0.0.1", slots=1),
+        RendezvousSettings(1, 1, last_call_timeout=0.0),
+        timeouts=TIMEOUTS,
+        open_bootstrap_store=FakeBootstrapStore,
+    )
+
+
+def static_handler(store: Store) -> StaticRendezvousHandler:
+    return StaticRendezvousHandler(
+        store,
+        "run",
+        Node(id="a-1", host="a", address="127.0.0.1", slots=1, rank_hint=0),
+        1,
+        timeouts=TIMEOUTS,
+        open_bootstrap_store=FakeBootstrapStore,
+    )
+
+
+def tcp_store(server: TcpStoreServer) -> Store:
+    return TcpStore(server.host, server.port)
+
+
+def failover_store(server: TcpStoreServer) -> Store:
+    endpoint = StoreEndpoint("here", lambda: TcpStore(server.host, server.port), lambda: None)
+    return FailoverStore([endpoint], failover_timeout=60.0)
+
+
+def join(handler: DynamicRendezvousHandler) -> None:
+    assert handler.next_rendezvous().generation == 1
+
+
+def join_and_shut_down(handler: DynamicRendezvousHandler) -> None:
+    join(handler)
+    assert handler.shutdown()
+
+
+def threads_and_sockets() -> tuple[list[str], list[str]]:
+    """Return the names of the threads of this process, and its open sockets."""
+    sockets = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            link = os.readlink(f"/proc/self/fd/{name}")
+        except FileNotFoundError:  # The descriptor of this listing itself is closed by now.
+            continue
+        if link.startswith(("socket:", "anon_inode:[eventpoll]")):
+            sockets.append(link)
+    return sorted(thread.name for thread in threading.enumerate()), sorted(sockets)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [lambda handler: handler.store.connect(), join, join_and_shut_down],
+    ids=["never started", "member", "shut down"],
+)
+@pytest.mark.parametrize("new_handler", [dynamic_handler, static_handler])
+@pytest.mark.parametrize("new_store", [tcp_store, failover_store])
+def test_a_handler_and_store_without_references_leave_no_thread_and_no_connection(
+    new_store: Callable[[TcpStoreServer], Store],
+    new_handler: Callable[[Store], DynamicRendezvousHandler],
+    use: Callable[[DynamicRendezvousHandler], None],
+) -> None:
+    with TcpStoreServer("127.0.0.1", 0).start() as server:
+        tcp_store(server).connect()  # starts what the process and the server keep
+        gc.collect()
+        wait_until("the first client to be gone", lambda: not server.labels)
+        before = threads_and_sockets()
+        handler = new_handler(new_store(server))
+        use(handler)
+        del handler
+        gc.collect()
+        wait_until(
+            "the threads and sockets to be as before",
+            lambda: threads_and_sockets() == before,
+            details=lambda: f"before: {before}, now: {threads_and_sockets()}",
+        )
 
 
 EXIT_WITHOUT_SHUTDOWN = """

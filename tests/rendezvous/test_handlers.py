@@ -27,7 +27,7 @@ from elasticlib.rendezvous.handler import DynamicRendezvousHandler, StaticRendez
 from elasticlib.rendezvous.interface import ChangeKind
 from elasticlib.rendezvous.membership import Node, RendezvousSettings, RendezvousTimeouts
 from elasticlib.rendezvous.store_layout import FORMAT, StoreKeys
-from elasticlib.stores.interface import Listing, WatchResult
+from elasticlib.stores.interface import CancelWatch, Listing, WatchResult
 from elasticlib.stores.memory_store import MemoryStore
 from elasticlib.testing.rendezvous_cluster import FakeBootstrapStore
 from elasticlib.testing.waiting import wait_until
@@ -257,11 +257,11 @@ def test_a_handler_polls_if_a_watch_fails(cluster: HandlerCluster) -> None:
             after: int,
             callback: Callable[[WatchResult], None],
             with_listing: bool = False,
-        ) -> bool:
+        ) -> CancelWatch:
             del prefix, after, with_listing
             FailsToWatch.watches += 1
             callback(False)
-            return True
+            return lambda: None
 
     cluster.store = FailsToWatch()
     # The keep-alive interval is so long that polling alone would not find a change in this test.

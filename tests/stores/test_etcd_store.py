@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import gc
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -127,6 +129,22 @@ def test_many_watched_ranges_use_few_threads(etcd: EtcdServer, prefix: str) -> N
             assert store.wait(f"{number}/", after=version, timeout=0.01) is False
         wait_until("unused watches to end", lambda: threading.active_count() <= before + 8, 10.0)
     wait_until("all watches to end", lambda: threading.active_count() <= before, 10.0)
+
+
+def test_a_store_without_references_leaves_no_thread_and_no_descriptor(
+    etcd: EtcdServer, prefix: str
+) -> None:
+    def num_resources() -> tuple[int, int]:
+        return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+    gc.collect()
+    before = num_resources()
+    store = EtcdStore(etcd.endpoint, prefix=prefix)
+    version = store.set("key", b"").version
+    assert store.wait("key", after=version, timeout=0.01) is False
+    del store
+    gc.collect()
+    wait_until("the watch to end", lambda: num_resources() == before, 20.0)
 
 
 def test_a_replaced_lease_is_revoked_in_etcd(own_etcd: EtcdServer) -> None:

@@ -102,6 +102,28 @@ def test_a_child_opens_its_own_connection_and_leaves_its_parents_open(
         assert other.get("lease") is not None
 
 
+DROPPED = """
+store = TcpStore(host, port, timeout=10)
+lease = store.set("lease", b"", ttl=1000.0)
+store.watch("watched", after=lease.version, callback=lambda _: None)
+
+def drop():
+    global store
+    del store
+
+assert_exit_0(fork(drop))
+store.refresh("lease", lease.version)
+print("done", flush=True)
+"""
+
+
+def test_a_child_that_drops_the_store_leaves_its_parents_connection_open(
+    server: TcpStoreServer,
+) -> None:
+    with run_script(DROPPED, server.host, server.port) as process:
+        assert read_line(process) == "done"
+
+
 BUSY = """
 store = TcpStore(host, port, timeout=10)
 stop = threading.Event()

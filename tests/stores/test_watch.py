@@ -14,6 +14,7 @@ from elasticlib.stores.key_space import KeySpaceLimits
 from elasticlib.stores.memory_store import MemoryStore
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_server import ServerLimits, TcpStoreServer
+from elasticlib.testing.waiting import wait_until
 
 TIMEOUT_S = 10.0
 
@@ -120,6 +121,14 @@ def test_a_watch_is_notified_of_the_end_of_leases(server: TcpStoreServer) -> Non
 
 def test_watch_returns_none_if_a_store_has_only_wait() -> None:
     assert MemoryStore().watch("key", after=0, callback=lambda _: None) is None
+
+
+def test_a_store_without_references_loses_its_watches(server: TcpStoreServer) -> None:
+    store = connect(server)
+    results = start_watch(store, "watched/", store.set("other", b"").version)
+    del store
+    assert results.get(timeout=TIMEOUT_S) is False
+    wait_until("the connection to be closed", lambda: not server.labels)
 
 
 def test_a_cancelled_watch_calls_nothing_and_frees_its_place_in_the_store() -> None:
