@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ._lazy import lazy_exports
 
 _EXPORTS = {
-    "stores.interface": ("Store",),
+    "stores.interface": ("CancelWatch", "Store"),
     "stores.key_space": (
         "ABSENT",
         "CompareSetResult",
@@ -21,6 +21,7 @@ _EXPORTS = {
         "check_key",
         "check_ttl",
     ),
+    "rendezvous.blame": ("FailureKind",),
     "rendezvous.interface": ("RendezvousHandler", "RendezvousInfo", "RendezvousStoreInfo"),
     "rendezvous.membership": (
         "Change",
@@ -43,6 +44,7 @@ __getattr__, __dir__, __all__ = lazy_exports(__name__, _EXPORTS)
 if TYPE_CHECKING:
     from .launch.backends import BackendParameters as BackendParameters
     from .launch.preemption_notice import PreemptionNotice as PreemptionNotice
+    from .rendezvous.blame import FailureKind as FailureKind
     from .rendezvous.interface import RendezvousHandler as RendezvousHandler
     from .rendezvous.interface import RendezvousInfo as RendezvousInfo
     from .rendezvous.interface import RendezvousStoreInfo as RendezvousStoreInfo
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
     from .rendezvous.membership import RendezvousTimeouts as RendezvousTimeouts
     from .rendezvous.rank_assignment import RankAssignment as RankAssignment
     from .rendezvous.rank_assignment import assign_ranks as assign_ranks
+    from .stores.interface import CancelWatch as CancelWatch
     from .stores.interface import Store as Store
     from .stores.key_space import ABSENT as ABSENT
     from .stores.key_space import CompareSetResult as CompareSetResult

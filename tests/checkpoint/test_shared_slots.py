@@ -185,13 +185,13 @@ def save_sharded(folder: Path, shape: tuple[int, ...]) -> tuple[int, int]:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])
     placements = [Shard(0)] if len(shape) == 1 else [Replicate(), Shard(0)]
     tensor = distribute_tensor(torch.arange(800_000.0), mesh, placements)
-    state = {"w": tensor, "own": rank, "rest": torch.ones(3)}
+    state = {"w": tensor, "number": 7, "rest": torch.ones(3)}
     with CheckpointManager(folder / "disk") as manager:
         manager.save(4, state, snapshot=True).wait()
         num_slots = sum(slot.is_used for slot in slots(manager))
         loaded = manager.load(4)
         assert torch.equal(loaded["w"], torch.arange(800_000.0))
-        assert (loaded["own"], loaded["rest"].tolist()) == (0, [1, 1, 1])
+        assert (loaded["number"], loaded["rest"].tolist()) == (7, [1, 1, 1])
         state["w"].to_local().zero_()
         assert manager.restore(state, step=4)
         assert torch.equal(state["w"].full_tensor(), torch.arange(800_000.0))

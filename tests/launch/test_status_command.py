@@ -217,7 +217,7 @@ def test_reader_waits_until_an_old_status_is_renewed_or_its_lease_expires(
     ("flags", "message"),
     [
         ("--rdzv-conf secretfile=x", "unknown --rdzv-conf key 'secretfile'"),
-        ("--rdzv-conf join_timeout=5,,colour=red", "unknown --rdzv-conf key 'colour'"),
+        ("--rdzv-conf join_timeout=5,colour=red", "unknown --rdzv-conf key 'colour'"),
         ("--rdzv-conf join_timeout=5,join_timeout=6", "must have each key once"),
         ("--rdzv-conf cacert=x", "cacert applies only to --rdzv-backend etcd, not to tcp"),
         (
