@@ -190,6 +190,8 @@ def test_a_rollback_interrupted_anywhere_is_completed(expected: list[Any]) -> No
         assert training.result() == expected, interrupter.where[-1]
 
 
+# Each interrupted run waits for threads that save, so a busy machine needs minutes.
+@pytest.mark.timeout(600)
 def test_a_step_interrupted_anywhere_is_restored_by_a_manager(
     expected: list[Any], tmp_path: Path
 ) -> None:
