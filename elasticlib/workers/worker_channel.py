@@ -21,6 +21,7 @@ import attrs
 
 from ..clock import monotonic
 from ..errors import ConfigError
+from ..untrusted import read_object
 from .interface import (
     NO_STEP,
     RESTORE_SOURCES,
@@ -460,9 +461,13 @@ class WorkerChannel:
 
     def _slow_imports(self) -> Mapping[str, float]:
         length, begin = self._words[_SLOW_IMPORTS], 8 * (_SLOW_IMPORTS + 1)
-        text = bytes(self._view[begin : begin + length]) or b"{}"
-        found: dict[str, float] = json.loads(text)
-        return found
+        if not 0 < length <= MAX_SLOW_IMPORTS_BYTES:
+            return {}
+        try:
+            found = read_object(bytes(self._view[begin : begin + length]))
+        except ValueError:  # A program may have written anything to this memory.
+            return {}
+        return {name: took for name, took in found.items() if isinstance(took, float)}
 
     def _last_restore(self) -> RestoreReport:
         return RestoreReport(

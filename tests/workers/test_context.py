@@ -319,6 +319,20 @@ def test_invalid_proposal_is_read_as_one_without_a_call(data: bytes) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("length", "text"), [(2**63 - 1, b""), (4, b"\xff{]}"), (2, b"[]"), (13, b'{"a": "quick"')]
+)
+def test_slow_imports_that_no_program_of_elasticlib_wrote_are_ignored(
+    path: str, length: int, text: bytes
+) -> None:
+    agent, worker = open_both_ends(path)
+    worker.report_slow_imports({"slow": 1.5, "slower": 2.5})
+    assert agent.heartbeat().slow_imports == {"slow": 1.5, "slower": 2.5}
+    worker._words[96] = length
+    worker._view[8 * 97 : 8 * 97 + len(text)] = text
+    assert agent.heartbeat().slow_imports == {}
+
+
 def test_worker_of_another_version_than_its_agent_fails_with_the_remedy() -> None:
     agent = WorkerChannel.create()
     agent._words[0] += 1
