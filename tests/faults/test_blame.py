@@ -25,10 +25,9 @@ def start_pair(job: Job, way: str, *flags: str) -> Node:
 
 
 def read_root_cause(node: Node) -> str:
-    """Return the line of the summary that names the root cause."""
-    lines = node.text.splitlines()
-    (number,) = (i for i, line in enumerate(lines) if "elasticrun: root cause in" in line)
-    return lines[number + 1]
+    """Return the last line, which names the root cause."""
+    assert "elasticrun: root cause in" in node.text
+    return node.text.splitlines()[-1]
 
 
 def test_a_host_whose_collective_times_out_is_never_excluded(cluster: Cluster) -> None:
@@ -69,7 +68,7 @@ def test_a_rank_that_has_left_is_named_in_the_error_of_a_rank_that_still_communi
     assert node.exit_code() == 1
     cause = read_root_cause(node)
     assert re.search("worker of rank 0 .*Connection closed by peer", cause)
-    assert cause.endswith("; rank 1 had exited with code 0 before")
+    assert "; rank 1 had exited with code 0 before (" in cause
 
 
 def test_the_rank_that_hangs_is_named_and_not_the_rank_that_waits_for_it(job: Job) -> None:
