@@ -20,6 +20,7 @@ from elasticlib.testing.waiting import wait_until
 from elasticlib.workers import cleanup
 from elasticlib.workers.supervisor_client import SupervisorClient
 
+CLIENT = "elasticlib.workers.supervisor_client"
 # Writes the pid of a child to a file. `timeout` gives itself a process group of its own, in the
 # session of the worker.
 WORKER_WITH_CHILD = (
@@ -108,7 +109,6 @@ def test_killed_supervisor_is_replaced_while_no_worker_runs(runner: GroupRunner)
 def test_suspended_supervisor_fails_the_request_and_no_healthy_worker(
     runner: GroupRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("elasticlib.workers.supervisor_client.REQUEST_TIMEOUT_S", 0.5)
     file = runner.directory / "end"
     wait_for_file = shell(f"until [ -e {file} ]; do sleep 0.05; done; exit 4")
     runner.start(wait_for_file)
@@ -116,8 +116,14 @@ def test_suspended_supervisor_fails_the_request_and_no_healthy_worker(
     stopped = find_supervisor(runner)
     os.kill(stopped, signal.SIGSTOP)
     try:
-        with pytest.raises(WorkerStartError, match="did not answer"):
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(WorkerStartError, match="did not answer"),
+        ):
+            patch.setattr(f"{CLIENT}.REQUEST_TIMEOUT_S", 0.5)
             runner.start(wait_for_file, count=2)
+        # A supervisor that did not answer has less time for the next request.
+        monkeypatch.setattr(f"{CLIENT}.SHORT_REQUEST_TIMEOUT_S", 30.0)
     finally:
         os.kill(stopped, signal.SIGCONT)
     assert is_alive(healthy)
@@ -145,12 +151,12 @@ def find_child_sessions(pid: int) -> list[int]:
 def test_supervisor_that_never_answers_is_killed_once_it_has_no_worker(
     runner: GroupRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("elasticlib.workers.supervisor_client.REQUEST_TIMEOUT_S", 0.5)
     runner.start(shell("exit 0"))
     assert runner.wait_for_exit().succeeded
     stopped = find_supervisor(runner)
     os.kill(stopped, signal.SIGSTOP)
-    with pytest.raises(WorkerStartError, match="did not answer"):
+    with monkeypatch.context() as patch, pytest.raises(WorkerStartError, match="did not answer"):
+        patch.setattr(f"{CLIENT}.REQUEST_TIMEOUT_S", 0.5)
         runner.start(shell("exit 0"), attempt=1)
     runner.start(shell("exit 3"), attempt=2)
     assert runner.wait_for_exit().returncode == 3
