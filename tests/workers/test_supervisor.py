@@ -18,6 +18,7 @@ from elasticlib.errors import WorkerStartError
 from elasticlib.event_loop import EventLoop
 from elasticlib.testing.waiting import wait_until
 from elasticlib.workers import cleanup
+from elasticlib.workers.spec import Command
 from elasticlib.workers.supervisor_client import SupervisorClient
 
 CLIENT = "elasticlib.workers.supervisor_client"
@@ -106,6 +107,16 @@ def test_killed_supervisor_is_replaced_while_no_worker_runs(runner: GroupRunner)
     assert runner.wait_for_exit().returncode == 3
 
 
+def start_without_answer(
+    runner: GroupRunner, monkeypatch: pytest.MonkeyPatch, command: Command, **options: int
+) -> None:
+    """Start workers while the supervisor is suspended; the call must fail."""
+    with monkeypatch.context() as patch:
+        patch.setattr(f"{CLIENT}.REQUEST_TIMEOUT_S", 0.5)
+        with pytest.raises(WorkerStartError, match="did not answer"):
+            runner.start(command, **options)
+
+
 def test_suspended_supervisor_fails_the_request_and_no_healthy_worker(
     runner: GroupRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,12 +127,7 @@ def test_suspended_supervisor_fails_the_request_and_no_healthy_worker(
     stopped = find_supervisor(runner)
     os.kill(stopped, signal.SIGSTOP)
     try:
-        with (
-            monkeypatch.context() as patch,
-            pytest.raises(WorkerStartError, match="did not answer"),
-        ):
-            patch.setattr(f"{CLIENT}.REQUEST_TIMEOUT_S", 0.5)
-            runner.start(wait_for_file, count=2)
+        start_without_answer(runner, monkeypatch, wait_for_file, count=2)
         # A supervisor that did not answer has less time for the next request.
         monkeypatch.setattr(f"{CLIENT}.SHORT_REQUEST_TIMEOUT_S", 30.0)
     finally:
@@ -155,9 +161,7 @@ def test_supervisor_that_never_answers_is_killed_once_it_has_no_worker(
     assert runner.wait_for_exit().succeeded
     stopped = find_supervisor(runner)
     os.kill(stopped, signal.SIGSTOP)
-    with monkeypatch.context() as patch, pytest.raises(WorkerStartError, match="did not answer"):
-        patch.setattr(f"{CLIENT}.REQUEST_TIMEOUT_S", 0.5)
-        runner.start(shell("exit 0"), attempt=1)
+    start_without_answer(runner, monkeypatch, shell("exit 0"), attempt=1)
     runner.start(shell("exit 3"), attempt=2)
     assert runner.wait_for_exit().returncode == 3
     assert not is_alive(stopped)
