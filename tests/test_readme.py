@@ -73,6 +73,7 @@ def test_each_shell_line_has_a_test() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(400)  # The script is trained twice.
 @pytest.mark.parametrize("line", ELASTICRUN)
 def test_a_command_of_the_readme_trains_the_script_of_the_readme(folder: Path, line: str) -> None:
     done = run(folder, *shlex.split(line))
