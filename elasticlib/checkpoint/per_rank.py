@@ -106,7 +106,7 @@ def decode_values(text: object) -> dict[str, Any]:
 
 @attrs.frozen
 class RankValueRule:
-    """What a rank restores, if values were saved by rank."""
+    """The rule by which a rank restores values that were saved by rank."""
 
     functions: Mapping[str, MissingValue | None]  # see `CheckpointManager`
     rank: int

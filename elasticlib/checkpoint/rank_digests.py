@@ -326,7 +326,7 @@ class _Sample:
 
 @attrs.frozen(eq=False)
 class _DigestLayout:
-    """What is read of each tensor of a state, and the memory that it is copied to."""
+    """The elements that are read of each tensor, and the memory that they are copied to."""
 
     structure: list[Any]
     forms: list[tuple[Any, ...]]

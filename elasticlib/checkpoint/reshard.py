@@ -651,8 +651,8 @@ class ShardedRestore:
 
         Returns:
             The function that puts the values that are not sharded into `state`; whether `state` has
-            all names that were saved; and by the name of
-            each sharded tensor the memory of this rank's shard, and the ranks of its mesh.
+            all names that were saved; and by the name of each sharded tensor the memory of this
+            rank's shard, and the ranks of its mesh.
 
         Raises:
             StateMismatchError: the saved state does not match `state`. Nothing was changed.

@@ -18,7 +18,7 @@ DEATH_NOTICE_S = 1.0
 
 
 class FailureKind(enum.Enum):
-    """What happened to the workers of a node. Those of the first four kinds name a host."""
+    """The kind of a failure of a node's workers. The first four kinds name a host."""
 
     KILLED = "killed"  # a signal from outside ended a worker; the agent did not send it
     CRASHED = "crashed"  # a signal that a process causes itself, such as SIGSEGV

@@ -95,7 +95,7 @@ class WorkerExit:
 
     @property
     def failure_kind(self) -> FailureKind:
-        """What this failure is evidence of. Only `failure_kind.names_host` is held against a host.
+        """The kind of this failure. Only `failure_kind.names_host` is held against a host.
 
         What the worker itself recorded has priority over the way in which its process ended.
         """
