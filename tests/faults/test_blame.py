@@ -67,7 +67,8 @@ def test_a_rank_that_has_left_is_named_in_the_error_of_a_rank_that_still_communi
     node = start_pair(job, "leave")
     assert node.exit_code() == 1
     cause = read_root_cause(node)
-    assert re.search("worker of rank 0 .*Connection closed by peer", cause)
+    # Whether gloo says that the connection was closed or reset depends on when it notices.
+    assert re.search("worker of rank 0 .*: RuntimeError: .*remote worker", cause), cause
     assert "; rank 1 had exited with code 0 before (" in cause
 
 
