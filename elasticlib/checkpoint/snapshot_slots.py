@@ -31,14 +31,26 @@ import struct
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import attrs
 
 from ..clock import monotonic
+from ..codec import from_json, to_json
 from ..errors import CheckpointError, require_not_none
-from ..untrusted import open_regular_file, read_fields, read_json
+from ..untrusted import open_regular_file, read_json
+from .refs import (
+    MEMORY,
+    REPLICA,
+    Line,
+    StateRef,
+    Writer,
+    may_free,
+    num_retained,
+    without_old_copies,
+)
 from .safetensors_header import round_up
 from .storage import new_memory
 
@@ -58,7 +70,7 @@ CHUNK_BYTES = 4 << 20  # Memory is populated in chunks, so that a snapshot waits
 # A slot has room for a state that grows by this fraction. The room takes no memory until then.
 SPARE_FRACTION = 16
 
-_MAGIC = b"ELSLOT3\n"
+_MAGIC = b"ELSLOT4\n"
 _HEAD = struct.Struct("<8sII")  # magic, size of the JSON text, its CRC-32
 _compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 _madvise = getattr(ctypes.CDLL(None, use_errno=True), "madvise", None)
@@ -76,32 +88,55 @@ class SnapshotHeader:
     step: int
     sequence: int  # number of the snapshot, counted from 1 by its writer
     size: int  # of the pack after the header, in bytes
-    run: str
-    generation: int
+    writer: Writer
+    line: Line  # the newest branches; the last one is that of the snapshot
     part: int = 0  # number of the rank's part, if the state is sharded
     parts: int = 1  # number of the parts of the state
     folder: str = ""  # where the snapshot is written when the job ends without it; empty: nowhere
-    incarnation: str = ""
     sharded: bool = False  # whether the pack is a rank's part of a sharded state, even the only one
     # Digest of the values that rank 0 would save for all ranks; empty if the pack lacks them, or
     # has those of one rank.
     values: str = ""
+    saved_at: float = 0.0  # Unix time of the writer's clock, for display
 
     @property
     def num_retained(self) -> int:
-        """The number of complete snapshots that stay while another one is written.
+        """The number of complete snapshots that stay while another one is written."""
+        return num_retained(self.parts)
 
-        One is enough if the state is the same on all ranks, because any rank's snapshot will do.
-        The parts of a sharded state must be of the same step, so two stay. A rank can begin to
-        write step n + 1 once it has entered the collective of that step. Another rank may still be
-        writing step n, with only n - 1 complete, so the first rank must still have n - 1. A rank
-        that writes n + 2 has left the collective of n + 1, which every rank has then entered, so
-        all ranks have n complete.
+    def ref(self, place: str) -> StateRef:
+        """Return the state in a slot with this header.
+
+        Args:
+            place: the path of the slot in the agent's memory.
         """
-        return 2 if self.parts > 1 else 1
+        is_own = place.rpartition("/")[2].startswith(f"{LOCAL_PREFIX}.")
+        return StateRef(
+            branch=self.line[-1].id,
+            step=self.step,
+            name=self.name,
+            parts=self.parts if self.sharded else 0,
+            part=self.part if self.sharded else None,
+            writer=self.writer,
+            line=self.line,
+            tier=MEMORY if is_own else REPLICA,
+            place=place,
+            number=self.sequence,
+            size=self.size,
+            saved_at=self.saved_at,
+            values=self.values,
+        )
 
 
-_FIELDS = tuple(field.name for field in attrs.fields(SnapshotHeader))
+@lru_cache(maxsize=16)
+def _encode_origin(writer: Writer, line: Line) -> str:
+    """Return the JSON text of the fields that are equal in many headers."""
+    return f'"writer":{_compact(to_json(writer))},"line":{_compact(to_json(line))}'
+
+
+_FIELDS = tuple(
+    field.name for field in attrs.fields(SnapshotHeader) if field.name not in ("writer", "line")
+)
 
 
 def encode_header(header: SnapshotHeader) -> bytes:
@@ -110,8 +145,9 @@ def encode_header(header: SnapshotHeader) -> bytes:
     Raises:
         CheckpointError: The header has more than `HEADER_BYTES`.
     """
-    fields = {name: getattr(header, name) for name in _FIELDS}
-    text = _compact(fields).encode(errors="surrogateescape")  # A path may not be UTF-8.
+    fields = _compact({name: getattr(header, name) for name in _FIELDS})
+    origin = _encode_origin(header.writer, header.line)
+    text = f"{fields[:-1]},{origin}}}".encode(errors="surrogateescape")  # A path may not be UTF-8.
     if _HEAD.size + len(text) > HEADER_BYTES:
         raise CheckpointError(
             f"the header of a snapshot has at most {HEADER_BYTES} bytes, and that of step "
@@ -140,8 +176,9 @@ def header_from_fields(fields: Any) -> SnapshotHeader:
     Raises:
         ValueError: A field is missing, unknown, or of another type or range.
     """
-    header = read_fields(SnapshotHeader, fields)
-    if not (0 <= header.part < header.parts and header.size > 0 and header.sequence > 0):
+    header = from_json(SnapshotHeader, fields)
+    is_valid = 0 <= header.part < header.parts and header.size > 0 and header.sequence > 0
+    if not is_valid or not header.line:
         raise ValueError(f"these are not the fields of a snapshot: {header!s:.200}")
     return header
 
@@ -201,86 +238,14 @@ def _sequence(slot: Slot) -> int:
     return slot.header.sequence if slot.header else 0
 
 
-SnapshotSeries: TypeAlias = tuple[str, str, int, int]
-"""Owner, name, part and number of parts of the snapshots that replace one another."""
+def era_of(ref: StateRef) -> int:
+    """Return the number of the attempt in which a snapshot was put into the memory."""
+    return int(ref.place.partition("/")[0])
 
 
-@attrs.frozen
-class SnapshotRef:
-    """A complete snapshot in an agent's memory."""
-
-    era: int  # number of the attempt in which it was put there
-    owner: str  # the node that sent it; empty if a worker of this node wrote it
-    file: str  # path of its slot in the memory
-    header: SnapshotHeader
-
-    @property
-    def series(self) -> SnapshotSeries:
-        """The series of the snapshot."""
-        return (self.owner, self.header.name, self.header.part, self.header.parts)
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """A key that is larger for a snapshot that was written later in the same series."""
-        return (self.era, self.header.sequence)
-
-
-def valid_snapshots(refs: Iterable[SnapshotRef]) -> tuple[SnapshotRef, ...]:
-    """Return the snapshots that a job may resume from.
-
-    Newer steps precede older ones; for equal steps, this node's own snapshots are first. A worker
-    that resumed from an earlier step has abandoned the later ones: a snapshot is valid only if all
-    that were written after it in its series are of later steps.
-    """
-    lowest: dict[SnapshotSeries, int] = {}
-    valid = []
-    for ref in sorted(refs, key=lambda ref: ref.order, reverse=True):
-        step = ref.header.step
-        if step < lowest.get(ref.series, step + 1):
-            lowest[ref.series] = step
-            valid.append(ref)
-    return tuple(sorted(valid, key=lambda ref: (-ref.header.step, ref.owner != "", ref.file)))
-
-
-def superseded_snapshots(refs: Iterable[SnapshotRef], era: int) -> tuple[SnapshotRef, ...]:
-    """Return the snapshots of attempts before `era`, this attempt, that are not needed any more.
-
-    All ranks have a snapshot of this attempt once a worker of this node has written as many as are
-    retained. A part of a sharded state at a step that earlier attempts have here does not count: it
-    is a copy of what was restored, and the other ranks may have to resume from that step.
-    """
-    refs = tuple(refs)
-    before = {(ref.header.name, ref.header.step) for ref in refs if ref.era < era}
-    written: dict[tuple[str, int], list[SnapshotHeader]] = {}
-    for ref in refs:
-        header = ref.header
-        is_copy = header.parts > 1 and (header.name, header.step) in before
-        if ref.era == era and not ref.owner and not is_copy:
-            written.setdefault((header.name, header.part), []).append(header)
-    names = {
-        name for (name, _), headers in written.items() if len(headers) >= headers[0].num_retained
-    }
-    return tuple(ref for ref in refs if ref.era < era and ref.header.name in names)
-
-
-def abandoned_snapshots(
-    refs: Iterable[SnapshotRef], era: int, step: int
-) -> tuple[SnapshotRef, ...]:
-    """Return the snapshots of attempts before `era` that a job that resumes at `step` can free.
-
-    In each series the newest `num_retained` valid snapshots up to `step` are needed. All others are
-    returned, so that there is memory for the first snapshot of attempt `era`.
-    """
-    earlier = tuple(ref for ref in refs if ref.era < era)
-    retained: dict[SnapshotSeries, list[SnapshotRef]] = {}
-    for ref in valid_snapshots(earlier):
-        last = retained.setdefault(ref.series, [])
-        if ref.header.step <= step and len(last) < ref.header.num_retained:
-            last.append(ref)
-    abandoned = (ref for ref in earlier if ref not in retained.get(ref.series, []))
-    # The newest step is removed first. If this process is killed in between, an abandoned snapshot
-    # must not be the only one that is left.
-    return tuple(sorted(abandoned, key=lambda ref: (-ref.header.step, ref.order)))
+def kind_of(ref: StateRef) -> tuple[str, int]:
+    """Return the name and the number of the part of a snapshot."""
+    return (ref.name, ref.part or 0)
 
 
 # -- writing ---------------------------------------------------------------------------------------
@@ -705,17 +670,24 @@ def wake_agent(folder: str | os.PathLike[str]) -> bool:
 # -- reading ---------------------------------------------------------------------------------------
 
 
-def list_snapshots(memory: str | os.PathLike[str]) -> list[SnapshotRef]:
+def list_snapshots(memory: str | os.PathLike[str]) -> list[StateRef]:
     """Return the complete snapshots in an agent's memory, in no particular order."""
     refs = []
     for path in _slot_paths(memory):
-        _, *owner, _, _ = path.name.split(".")
         with contextlib.suppress(OSError), open_regular_file(path) as handle:
             header = _read_header(handle)
             if header is not None:
-                file = f"{path.parent.name}/{path.name}"
-                refs.append(SnapshotRef(int(path.parent.name), ".".join(owner), file, header))
+                refs.append(header.ref(f"{path.parent.name}/{path.name}"))
     return refs
+
+
+def read_snapshot_header(memory: str | os.PathLike[str], ref: StateRef) -> SnapshotHeader | None:
+    """Return the header of a snapshot, or None if it does not exist any more."""
+    with contextlib.suppress(OSError), open_regular_file(Path(memory, ref.place)) as handle:
+        header = _read_header(handle)
+        if header is not None and header.ref(ref.place) == ref:
+            return header
+    return None
 
 
 def _slot_paths(memory: str | os.PathLike[str]) -> Iterator[Path]:
@@ -740,7 +712,7 @@ def _read_header(handle: int) -> SnapshotHeader | None:
 
 
 @contextlib.contextmanager
-def lock_snapshot(memory: str | os.PathLike[str], ref: SnapshotRef) -> Iterator[int | None]:
+def lock_snapshot(memory: str | os.PathLike[str], ref: StateRef) -> Iterator[int | None]:
     """Lock a snapshot, so that it does not change within the block.
 
     Yields:
@@ -748,17 +720,17 @@ def lock_snapshot(memory: str | os.PathLike[str], ref: SnapshotRef) -> Iterator[
     """
     with contextlib.ExitStack() as stack:
         try:
-            handle = stack.enter_context(open_regular_file(Path(memory, ref.file)))
+            handle = stack.enter_context(open_regular_file(Path(memory, ref.place)))
         except OSError:
             yield None
             return
         # The header is read again under the lock, because the slot may contain a later snapshot.
-        is_same = _try_lock(handle, fcntl.LOCK_SH) and _read_header(handle) == ref.header
-        yield handle if is_same else None
+        header = _read_header(handle) if _try_lock(handle, fcntl.LOCK_SH) else None
+        yield handle if header is not None and header.ref(ref.place) == ref else None
 
 
 @contextlib.contextmanager
-def map_snapshot(memory: str | os.PathLike[str], ref: SnapshotRef) -> Iterator[memoryview | None]:
+def map_snapshot(memory: str | os.PathLike[str], ref: StateRef) -> Iterator[memoryview | None]:
     """Map the pack of a snapshot, which does not change within the block.
 
     Use this only if the writer has exited or is this process. If the writer truncated the file,
@@ -772,7 +744,7 @@ def map_snapshot(memory: str | os.PathLike[str], ref: SnapshotRef) -> Iterator[m
             yield None
             return
         # The mapping is private: what a reader writes by mistake does not reach the snapshot.
-        size = HEADER_BYTES + ref.header.size
+        size = HEADER_BYTES + ref.size
         mapped = mmap.mmap(handle, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
         whole = memoryview(mapped)
         view = whole[HEADER_BYTES:]
@@ -801,31 +773,35 @@ def iter_chunks(handle: int, size: int, chunk_bytes: int) -> Iterator[bytes]:
         at += len(data)
 
 
-def newest_local_snapshots(folder: Path) -> list[SnapshotRef]:
+def newest_local_snapshots(folder: Path) -> list[StateRef]:
     """Return the last snapshot of each name and part that workers wrote in this attempt."""
     era = int(folder.name)
-    local = [ref for ref in list_snapshots(folder.parent) if ref.era == era and not ref.owner]
-    return list({ref.series: ref for ref in sorted(local, key=lambda ref: ref.order)}.values())
+    local = [r for r in list_snapshots(folder.parent) if era_of(r) == era and r.tier == MEMORY]
+    return list({kind_of(ref): ref for ref in sorted(local, key=lambda ref: ref.number)}.values())
 
 
-def remove_snapshots(memory: str | os.PathLike[str], refs: Iterable[SnapshotRef]) -> None:
+def remove_snapshots(memory: str | os.PathLike[str], refs: Iterable[StateRef]) -> None:
     """Free the memory of snapshots. A process that has mapped one keeps it until it unmaps it."""
     for ref in refs:
         with contextlib.suppress(OSError):
-            Path(memory, ref.file).unlink()
+            Path(memory, ref.place).unlink()
 
 
-def remove_superseded(
-    memory: str | os.PathLike[str], refs: Sequence[SnapshotRef], era: int
-) -> bool:
-    """Free the superseded snapshots in `refs`.
+def remove_superseded(memory: str | os.PathLike[str], refs: Sequence[StateRef], era: int) -> bool:
+    """Free the snapshots of attempts before `era`, this attempt, that are not needed any more.
 
     Returns:
         True if `refs` has no other snapshots of attempts before `era`.
     """
-    superseded = superseded_snapshots(refs, era)
-    remove_snapshots(memory, superseded)
-    return len(superseded) == sum(ref.era < era for ref in refs)
+    earlier = {ref.place for ref in refs if era_of(ref) < era}
+    for name in {ref.name for ref in refs}:
+        of_name = [ref for ref in refs if ref.name == name]
+        own = [ref for ref in of_name if ref.tier == MEMORY and ref.place not in earlier]
+        newest = max(own, key=lambda ref: (ref.writer.order, ref.number), default=None)
+        freed = may_free(of_name, newest.line if newest else (), earlier)
+        remove_snapshots(memory, freed)
+        earlier -= {ref.place for ref in freed}
+    return not earlier
 
 
 def remove_incomplete(memory: str | os.PathLike[str], era: int) -> None:
@@ -838,3 +814,8 @@ def remove_incomplete(memory: str | os.PathLike[str], era: int) -> None:
             is_locked = _try_lock(handle, fcntl.LOCK_EX)
             if is_locked and decode_header(os.pread(handle, HEADER_BYTES, 0)) is None:
                 path.unlink()
+
+
+def remove_old_copies(memory: str | os.PathLike[str]) -> None:
+    """Free the snapshots that nobody needs when workers start again."""
+    remove_snapshots(memory, without_old_copies(list_snapshots(memory)))

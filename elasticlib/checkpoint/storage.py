@@ -158,6 +158,21 @@ class CheckpointStorage(abc.ABC):
     def remove_folder(self, folder: str) -> None:
         """Remove an empty directory. Do nothing if it does not exist, or is not empty."""
 
+    def remove_tree(self, folder: str, first: str) -> None:
+        """Remove a subdirectory and the files in it.
+
+        What is no file in it, such as a pipe or a directory, stays, and so does the subdirectory.
+
+        Args:
+            folder: the subdirectory.
+            first: the file that is removed before the others, durably.
+        """
+        files = self.list_files(folder)
+        for name in [first, *(name for name in files if name != first)]:
+            if name in files:
+                self.remove(f"{folder}/{name}")
+        self.remove_folder(folder)
+
 
 def resolve_location(
     location: str | os.PathLike[str] | CheckpointStorage,
@@ -321,6 +336,16 @@ class LocalStorage(CheckpointStorage):
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
                 raise
+
+    def remove_tree(self, folder: str, first: str) -> None:
+        files = self.list_files(folder)
+        if first in files:
+            self.remove(f"{folder}/{first}")
+        # Without its first file the directory means nothing, so the others need no sync.
+        for name in files.keys() - {first}:
+            with contextlib.suppress(FileNotFoundError):
+                self._calls.remove(self._path(f"{folder}/{name}"))
+        self.remove_folder(folder)
 
     def _path(self, name: str) -> str:
         return os.path.join(self.name, name)
