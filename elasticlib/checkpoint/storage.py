@@ -66,6 +66,11 @@ def temp_name(target: str, token: int) -> str:
     return f".{target}.{token % 2**32:08x}.partial"
 
 
+def claim_name(target: str) -> str:
+    """Return the hidden name under which `CheckpointStorage.put` writes `target`."""
+    return temp_name(target, 0)
+
+
 def temp_target(name: str) -> str | None:
     """Return the file that the temporary file `name` replaces, or None if it is another file."""
     match = _TEMP_NAME.fullmatch(name)
@@ -84,6 +89,7 @@ class CheckpointStorage(abc.ABC):
 
     name: str  # the path or URL, for messages
     max_readers = 1  # how many threads may call `read_into` at once
+    shows_growth = False  # whether the size of a claim shows how much of the file was written
 
     @abc.abstractmethod
     def lock(self) -> AbstractContextManager[None]:
@@ -144,6 +150,17 @@ class CheckpointStorage(abc.ABC):
 
         Returns:
             The checksum of the file, as `checksum` computes it.
+        """
+
+    @abc.abstractmethod
+    def put(self, name: str, data: memoryview) -> bool:
+        """Write a new file durably, unless it exists, or another process writes it.
+
+        A file `claim_name` in the same directory tells others that the file is being written. It
+        disappears when the file is complete, or if this fails. If the process is killed, it stays.
+
+        Returns:
+            Whether the file was written.
         """
 
     @abc.abstractmethod
@@ -238,6 +255,7 @@ class LocalStorage(CheckpointStorage):
     """A directory of a file system, local or on a network."""
 
     max_readers = MAX_READER_THREADS
+    shows_growth = True
 
     def __init__(self, folder: str | os.PathLike[str], calls: DiskCalls | None = None) -> None:
         self.name = os.path.abspath(os.fspath(folder))
@@ -303,15 +321,39 @@ class LocalStorage(CheckpointStorage):
         path = self._path(name)
         folder = os.path.dirname(path)
         handle = self._create(path, folder)
-        with self._removed_on_error(path), _FollowingChecksum(len(data)) as checksum_thread:
+        with self._removed_on_error(path):
+            result = self._fill(handle, data)
+        self._sync_folder(folder)
+        return result
+
+    def put(self, name: str, data: memoryview) -> bool:
+        path = self._path(name)
+        folder, base = os.path.split(path)
+        claim = os.path.join(folder, claim_name(base))
+        try:
+            handle = self._create(claim, folder)
+        except FileExistsError:
+            return False
+        with self._removed_on_error(claim):
+            # The process that had the claim before may have renamed it since then.
+            if os.path.exists(path):
+                os.close(handle)
+                self._calls.remove(claim)
+                return False
+            self._fill(handle, data)
+            self._calls.rename(claim, path)
+        self._sync_folder(folder)
+        return True
+
+    def _fill(self, handle: int, data: memoryview) -> Checksum:
+        """Write a new file, sync and close it."""
+        with _FollowingChecksum(len(data)) as checksum_thread:
             with self._synced(handle):
                 for number, segment in enumerate(split_into_segments(data)):
                     self._write_all(handle, segment)
                     checksum_thread.add(segment)
                     _release_page_cache(handle, number - CACHED_SEGMENTS)
-            result = checksum_thread.result()
-        self._sync_folder(folder)
-        return result
+            return checksum_thread.result()
 
     def replace(self, name: str, data: bytes | memoryview) -> None:
         path = self._path(name)
@@ -558,6 +600,18 @@ class FsspecStorage(CheckpointStorage):
                     self._fs.rm_file(path)
                 raise
         return combine_segment_crcs(crcs)
+
+    def put(self, name: str, data: memoryview) -> bool:
+        folder, _, base = name.rpartition("/")
+        claim = claim_name(base)
+        if self.list_files(folder).keys() & {base, claim}:
+            return False
+        self.replace(f"{folder}/{claim}", b"an agent writes this file")
+        try:
+            self.write(name, data)
+        finally:
+            self.remove(f"{folder}/{claim}")
+        return True
 
     def replace(self, name: str, data: bytes) -> None:
         with self._os_errors(name):
