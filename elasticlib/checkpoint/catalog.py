@@ -686,9 +686,7 @@ def describe_abandoned(refs: Iterable[StateRef], line: Line) -> str:
     if not steps:
         return ""
     shown = ", ".join(map(str, steps[-3:]))
-    return (
-        f". The job has abandoned other states, such as step {shown}: name one with step=..."
-    )
+    return f". The job has abandoned other states, such as step {shown}: name one with step=..."
 
 
 def _damaged(ref: StateRef, integrity: Integrity, problem: str) -> StateRef:

@@ -76,7 +76,7 @@ NOT_WRITABLE_ERRORS = {
 
 
 @attrs.frozen
-class Pruned:
+class Selection:
     """The steps that were kept and deleted, in ascending order."""
 
     kept: tuple[int, ...]
@@ -98,22 +98,24 @@ class Committer:
     Args:
         catalog: the directory.
         writer: the writer.
+        line: the line of the writer's branch.
         retention: the rule for old checkpoints; None: this writer deletes none, because it is an
             agent, which commits states of its workers.
-        line: the line of the writer's branch.
+        on_claimed: is called after the fence was acquired.
     """
 
     def __init__(
         self,
         catalog: CheckpointCatalog,
         writer: Writer,
-        retention: Retention | None,
         line: Line,
+        retention: Retention | None,
+        on_claimed: Callable[[], object] = lambda: None,
     ) -> None:
         self.writer, self.line = writer, line
         self.committed_at = float("-inf")  # when the last commit became durable, by `monotonic`
         self._catalog, self._storage = catalog, catalog.storage
-        self._retention = retention
+        self._retention, self._on_claimed = retention, on_claimed
         self._has_fence = False  # it was acquired; another writer may have taken it since then
         self._logged: set[str] = set()  # errors of deletions, which are tried after each commit
 
@@ -145,6 +147,7 @@ class Committer:
                     raise CheckpointFencedError(f"{name} must not be written: {acquired}")
                 self._write_fence(acquired)
             self._has_fence = True
+        self._on_claimed()
 
     def release(self) -> None:
         """Let any process take the fence, because the launch of this writer has ended.
@@ -256,7 +259,7 @@ class Committer:
         except OSError as error:
             log.warning("%s: files of a failed save could not be deleted: %s", folder, error)
 
-    def prune(self) -> Pruned:
+    def prune(self) -> Selection:
         """Delete the checkpoints that the retention rule does not keep.
 
         The newest intact checkpoint is read and verified first, because it must be kept.
@@ -286,7 +289,7 @@ class Committer:
                 raise error
         places = {ref.place for ref in obsolete}
         is_anchored = any(r.integrity is Integrity.VERIFIED for r in on_line(line, refs))
-        return Pruned(
+        return Selection(
             tuple(sorted(ref.step for ref in refs if ref.place not in places)),
             tuple(sorted(ref.step for ref in obsolete)),
             "" if is_anchored else "no checkpoint is known to be intact",

@@ -11,6 +11,7 @@ import _thread
 import atexit
 import contextlib
 import logging
+import math
 import os
 import secrets
 import socket
@@ -26,29 +27,41 @@ import torch
 import torch.distributed as dist
 
 from ..clock import monotonic
+from ..codec import from_json, to_json
 from ..errors import CheckpointError, ConfigError
 from ..threads import CallRejectedError, ExclusiveCall, daemon_thread
 from ..workers.context import context
-from .catalog import CheckpointCatalog, Retention, Selection, check_step
-from .collectives import PeerGroup
-from .commit import Committer, NotWritableError, RankWriters, WriterIdentity
+from .catalog import CheckpointCatalog
+from .collectives import PeerGroup, peer_group
+from .commit import Committer, RankWriters, Selection
 from .pack import LayoutCache, PackImage
 from .per_rank import MissingValue, RankValueEncoder, read_names
 from .rank_digests import DigestCache, PartComparison, RankComparison, StateDigest
+from .refs import (
+    MAX_BRANCHES_IN_HEADER,
+    MEMORY,
+    KeepLast,
+    Line,
+    Retention,
+    StateRef,
+    Writer,
+    begin,
+    check_step,
+)
 from .reshard import has_own_rest, plan_part_layout
 from .restore import (
-    MEMORY,
     DiskSource,
     IfUnusable,
     RestoreAgreement,
     RestoreResult,
     StateSource,
     restore_from,
+    restore_numbers,
 )
 from .restore_plan import check_names
 from .save_handle import LocalSave, RemoteSave, SaveHandle, SaveResults, SkippedSave
 from .snapshot_slots import MappedSlot, SnapshotSlots
-from .snapshot_source import SnapshotSource, snapshot_location
+from .snapshot_source import SnapshotSource, snapshot_folder
 from .state_tree import FlatState, flatten, reject_state_dicts
 from .storage import CheckpointStorage, FsspecStorage, LocalStorage, open_storage, resolve_location
 from .tensor_layout import MapLocation
@@ -71,7 +84,7 @@ class RankInfo:
     local_rank: int  # among the ranks of this node
     world_size: int
     host: str
-    writer: WriterIdentity
+    writer: Writer  # before any restore
 
     @classmethod
     def of_this_process(
@@ -79,13 +92,13 @@ class RankInfo:
     ) -> RankInfo:
         """Read the ranks from the process group, or else from the launcher's environment.
 
-        Under a launcher other than elasticrun, or under none, each process is a launch of its own.
+        Under a launcher other than elasticrun, or under none, each manager is a launch of its own.
 
         Args:
             group: the ranks that share the state. The default is the default group.
             local_rank: overrides the launcher's local rank.
         """
-        environment, host, token = os.environ, socket.gethostname(), secrets.token_hex(8)
+        environment, host = os.environ, socket.gethostname()
         has_group = dist.is_available() and dist.is_initialized()
         rank = dist.get_rank(group) if has_group else int(environment.get("RANK", "0"))
         if local_rank is None:
@@ -94,11 +107,12 @@ class RankInfo:
         world_size = int(environment.get("WORLD_SIZE", "1"))
         if has_group:
             world_size = dist.get_world_size(group)
-        writer = WriterIdentity(
-            run_id=environment.get("TORCHELASTIC_RUN_ID", ""),
-            incarnation=environment.get("ELASTICLIB_INCARNATION", "") or token,
+        incarnation = environment.get("ELASTICLIB_INCARNATION", "")
+        writer = Writer(
+            run=environment.get("TORCHELASTIC_RUN_ID", ""),
+            incarnation=incarnation or secrets.token_hex(8),
             generation=int(environment.get("ELASTICLIB_GENERATION", "0")),
-            token=token,
+            is_launched=bool(incarnation),
             label=f"process {os.getpid()} on {host}",
         )
         return cls(rank, local_rank, world_size, host, writer)
@@ -114,15 +128,19 @@ class _SaveCall:
     is_pinned: bool
     may_skip: bool
     is_snapshot: bool
+    metrics: Mapping[str, float]
 
 
 class CheckpointManager:
     """The checkpoints in one directory, as one rank of a job saves and restores them.
 
     All ranks make the same calls. A state that is the same on all ranks is written by rank 0. If
-    the state has sharded tensors (DTensors, as in FSDP2), each rank writes its part. The retention
-    rule keeps the newest checkpoints (`keep_last`), multiples of a step (`keep_every`), and those
-    that were saved with `pin=True`.
+    the state has sharded tensors (DTensors, as in FSDP2), each rank writes its part. A rule, which
+    keeps the newest checkpoints by default, and pins decide which checkpoints stay.
+
+    The first save or snapshot after a restore begins a branch: the states that were saved after the
+    restored one are abandoned. They are restored only if their step is given, and are deleted when
+    as many newer checkpoints exist as the rule keeps.
 
     Calls from several threads need a lock of the caller. The manager belongs to the process that
     created it: in a forked process, `wait` and `close` do nothing, and `save` raises.
@@ -132,8 +150,8 @@ class CheckpointManager:
         self,
         folder: str | os.PathLike[str] | CheckpointStorage,
         *,
-        keep_last: int = 3,
-        keep_every: int = 0,
+        keep_last: int | None = None,
+        keep: Retention | None = None,
         group: dist.ProcessGroup | None = None,
         per_rank: Sequence[str] | Mapping[str, MissingValue | None] = (),
     ) -> None:
@@ -143,8 +161,11 @@ class CheckpointManager:
             folder: a path, an fsspec URL, or a storage of your own. All nodes must reach the same
                 directory, which belongs to the job. In a path, `~` is the home directory; a
                 relative path is one of the current working directory.
-            keep_last: how many of the newest checkpoints are kept.
-            keep_every: also keep steps that are a multiple of this; 0: none.
+            keep_last: how many of the newest checkpoints are kept. It stands for
+                `keep=KeepLast(keep_last)`.
+            keep: the rule that selects the checkpoints that are kept, such as
+                `any_of(KeepLast(3), KeepEvery(1000), KeepBest("loss"))`. The default is
+                `KeepLast(3)`.
             group: the ranks that share the state. The default is the default process group. Each
                 rank of a given group keeps snapshots.
             per_rank: names at the top level of the state whose values differ by rank, such as
@@ -155,7 +176,8 @@ class CheckpointManager:
                 given its number.
 
         Raises:
-            ConfigError: `keep_last`, `keep_every` or `per_rank` is invalid.
+            ConfigError: `keep_last`, `keep` or `per_rank` is invalid, or both of the first two are
+                given.
         """
         self.last_stall_s = 0.0
         """Seconds for which the last `save` or `snapshot` blocked the training."""
@@ -164,7 +186,10 @@ class CheckpointManager:
         # The script may change its working directory before the first save.
         self._folder, self._group = resolve_location(folder), group
         self._name = folder.name if isinstance(folder, CheckpointStorage) else os.fspath(folder)
-        self._retention = Retention(keep_last, keep_every)
+        self._retention = _read_rule(keep_last, keep)
+        # The writer and the line of the states that are saved next; None before the first of them.
+        self._origin: tuple[Writer, Line] | None = None
+        self._has_base = False  # this manager has restored or saved a state
         self._per_rank = read_names(per_rank)
         self._rank_values = RankValueEncoder(self._per_rank)
         self._layouts, self._digests = LayoutCache(), DigestCache()
@@ -191,12 +216,13 @@ class CheckpointManager:
         pin: bool = False,
         if_busy: IfBusy = "wait",
         snapshot: bool = False,
+        metrics: Mapping[str, float] | None = None,
     ) -> SaveHandle:
         """Save the state after a step. Return once it is copied and may be changed again.
 
         A thread writes the copy. If the previous save is still being written, the call waits for
-        it, or skips this save (see `if_busy`). A checkpoint of the same step is replaced once the
-        new one is complete.
+        it, or skips this save (see `if_busy`). A checkpoint of the same step counts no more once
+        the new one is complete.
 
         If no thread can be started, as in a function that `atexit` calls, the call returns when the
         checkpoint is durable.
@@ -209,8 +235,8 @@ class CheckpointManager:
             state: nested containers of tensors, NumPy arrays, plain values, and objects with
                 `state_dict` and `load_state_dict`; docs/reference/checkpoints.md lists the
                 types.
-            pin: never delete this checkpoint, independently of `keep_last` and `keep_every`, until
-                the same step is saved again without `pin`. All ranks give the same value.
+            pin: never delete this checkpoint, whatever the rule is, until `unpin`. All ranks give
+                the same value.
             if_busy: what to do while the previous save is still being written. "wait" waits for it.
                 "skip" saves nothing and returns at once a handle whose `is_skipped` is true. Rank 0
                 decides for all ranks, through the store of the process group. All ranks give the
@@ -219,6 +245,8 @@ class CheckpointManager:
                 save, and even if this save is skipped. A rank that does both copies the state once.
                 (The part of a sharded state is copied twice if a snapshot of it is larger, because
                 other ranks save elements that it also has.)
+            metrics: numbers for the rule `KeepBest`, such as the loss of a validation. Those of
+                rank 0 count.
 
         Returns:
             A handle that waits for the save and reports its failure.
@@ -229,15 +257,19 @@ class CheckpointManager:
                 still copying a state, in another thread or in code that a signal handler has
                 interrupted; `if_busy` is "skip" and the ranks have no process group; or there is
                 no memory for the snapshot.
-            CheckpointFencedError: a newer generation or launch writes to the directory.
-            ConfigError: `if_busy` has another value.
+            CheckpointFencedError: a newer generation or launch writes to the directory, or a job of
+                elasticrun does, and this process has no such launcher (see `claim`).
+            ConfigError: `if_busy` has another value, or `metrics` has a value that is no finite
+                number.
         """
         started_at = monotonic()
         check_step(step)
         if if_busy not in get_args(IfBusy):
             raise ConfigError(f'if_busy must be "wait" or "skip", got {if_busy!r}')
         self._check_open()
-        call = _SaveCall(step, state, started_at, bool(pin), if_busy == "skip", bool(snapshot))
+        call = _SaveCall(
+            step, state, started_at, bool(pin), if_busy == "skip", bool(snapshot), _check(metrics)
+        )
         try:
             return self._copying.run(partial(self._save, call))
         except CallRejectedError:
@@ -298,7 +330,7 @@ class CheckpointManager:
 
     def _start_save(self, call: _SaveCall, number: int) -> SaveHandle:
         """Copy the state and start to write the copy, if this rank writes."""
-        step = call.step
+        step, self._has_base = call.step, True
         if not call.is_snapshot:
             self._check_last_save()
         flat = self._flatten(call.state)
@@ -326,6 +358,7 @@ class CheckpointManager:
             data,
             world_size,
             is_pinned=call.is_pinned,
+            metrics=call.metrics,
             comparison=comparison,
         )
         publish = partial(self._results.publish, number, step)
@@ -490,6 +523,7 @@ class CheckpointManager:
 
     def _keep_snapshot(self, step: int, flat: FlatState) -> tuple[PackImage, MappedSlot] | None:
         """Keep a snapshot. Return its pack and its slot, or None if this rank keeps none."""
+        self._has_base = True
         kept = None if self._snapshots is None else self._snapshots.keep_state(step, flat)
         if kept is not None:
             context().report_snapshot(step)
@@ -520,22 +554,41 @@ class CheckpointManager:
             self._wait_for_write()  # before the new writer acquires the fence
         self._remote_saves.clear()
 
-    def on_state_broadcast(self, step: int, state: dict[str, Any], source: int) -> None:
-        """Adapt this rank's snapshots to a state that all ranks have received.
+    def on_state_broadcast(
+        self, step: int, state: dict[str, Any], source: int, *, keep: bool = True
+    ) -> None:
+        """Begin a branch with a state that a member of the process group has sent to the others.
 
-        Snapshots of later steps from earlier attempts are freed. A node without a snapshot of the
-        step keeps one.
+        All members call it. With `keep`, a node without a snapshot of the state keeps one.
 
         Args:
             step: the step of the state.
             state: the state.
             source: the rank that sent it.
+            keep: whether the job keeps snapshots.
         """
-        if (snapshots := self._snapshots) is not None:
-            agreed = RestoreAgreement(step, MEMORY, source, self._rank_info.rank)
+        _, line = self._current_origin
+        if len(line) > MAX_BRANCHES_IN_HEADER:
+            # Each regroup adds a branch. Those without a state are not needed any more.
+            refs = [
+                *self._catalog.list_refs(),
+                *(self._snapshots.list_states() if self._snapshots else ()),
+            ]
+            named = {ref.branch for ref in refs}
+            line = tuple(b for b in line if b.id in named or b is line[-1])
+        number = next(restore_numbers)
+        with peer_group(self._group) as peers:
+            rows = peers.all_gather_json([number, to_json(StateRef(line[-1].id, step, line=line))])
+        base = from_json(StateRef, rows[source][1])
+        writer = attrs.evolve(self._rank_info.writer, number=rows[0][0])
+        self._begin(writer, begin(base, writer))
+        if (snapshots := self._snapshots) is not None and keep:
+            agreed = RestoreAgreement(
+                attrs.evolve(base, tier=MEMORY, name=snapshots.name), source, self._rank_info.rank
+            )
             self._run_exclusively(
                 f"step {step} is not kept",
-                partial(snapshots.adopt_restored_step, agreed, state),
+                partial(snapshots.adopt_restored_state, agreed, state),
             )
 
     @property
@@ -549,19 +602,21 @@ class CheckpointManager:
         return self._rank_info.rank == 0
 
     def claim(self) -> None:
-        """Acquire the directory for this generation, if this rank writes.
+        """Acquire the directory for this process, if this rank writes.
 
-        Older generations and launches cannot commit any more. `restore` and the first `save` do
-        this, too.
+        Other generations and launches cannot commit any more, not even a job of elasticrun that
+        this process does not belong to. The first `save` or `snapshot` acquires the directory, too,
+        but not from such a job.
 
         Raises:
-            CheckpointFencedError: a newer generation or launch has the directory.
+            CheckpointFencedError: a newer generation has the directory, or another launch has taken
+                it from this one.
             CheckpointError: the disk failed.
         """
         self._check_open()
         if self.is_writer:
             self._wait_for_write()
-            self._committer.claim()
+            self._committer.claim(force=True)
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until all saves of this manager are durable, whichever rank writes them.
@@ -663,7 +718,7 @@ class CheckpointManager:
     def restore(
         self,
         state: dict[str, Any],
-        step: int | None = None,
+        step: int | str | None = None,
         *,
         strict: bool = True,
         if_unusable: IfUnusable = "raise",
@@ -673,16 +728,17 @@ class CheckpointManager:
 
         All ranks call it. Snapshots and checkpoints of all nodes count: a state that only one node
         has is sent to the others in chunks. All ranks skip a state that is damaged, and the result
-        gives the reason. Earlier generations cannot commit to the directory any more. If the
-        directory cannot be written, a warning is logged.
+        gives the reason. The call writes nothing: what is saved or snapshotted next continues the
+        restored state, and abandons the states after it.
 
         Args:
             state: a dict of names to objects with `state_dict` and `load_state_dict`, containers
                 and tensors, as they were saved. They are changed in place, see
                 `restore.restore_from`.
-            step: restore this step and no other. Newer steps are not deleted, and the next
-                `restore` without a step uses the newest one. The first snapshot after this call
-                replaces the newer steps that are only in memory.
+            step: restore this step and no other. The newer steps are abandoned by the next `save` or
+                `snapshot`; before that, a `restore` without a step finds the newest one. A step
+                that the job has abandoned can be given, or the name of its folder, if there are
+                several of the step.
             strict: whether it is an error if only the state, or only the checkpoint, has a name.
                 If false, such names are ignored.
             if_unusable: what to do if there are checkpoints, all of them are damaged, and `step` is
@@ -703,7 +759,7 @@ class CheckpointManager:
                 generation or launch has the directory. An error on one rank is raised on all.
         """
         self._check_open()
-        if step is not None:
+        if step is not None and not isinstance(step, str):
             check_step(step)
         started_at = monotonic()
         context().report_starting()
@@ -713,27 +769,31 @@ class CheckpointManager:
                 f"restore needs a process group of all {rank_info.world_size} ranks: call "
                 "torch.distributed.init_process_group first"
             )
-        # `restore_from` calls the claim before it lists checkpoints, and raises a failure of one
-        # rank on all ranks.
-        disk = DiskSource(self._catalog, self._claim_or_warn)
+        self._wait_for_write()
+        disk = DiskSource(self._catalog, self._memory_name)
         sources = [disk] if snapshots is None else [snapshots, disk]
         # Ranks that share the memory of an agent are on one node.
         node = rank_info.host if snapshots is None else f"{rank_info.host}:{snapshots.folder}"
         names = check_names(state)
         reject_state_dicts(names)
         options: Any = {"strict": strict, "if_unusable": if_unusable, "allow_cast": allow_cast}
-        options |= {"step": step, "per_rank": self._per_rank}
+        options |= {"step": step, "per_rank": self._per_rank, "launch": rank_info.writer.launch}
         # A script that restores in inference mode can train on the state all the same.
         with torch.inference_mode(mode=False):
             agreed = restore_from(sources, names, self._group, node=node, **options)
         result = RestoreResult(agreed.step, agreed.source, agreed.skipped)
         if step is not None and not result:
             raise self._missing_step_error(step, result, sources)
-        # The snapshot of a part, or of a step that the caller has chosen, would replace later ones.
+        # The restore of a part does not change what this manager continues.
+        if agreed.is_complete or not self._has_base:
+            writer = attrs.evolve(rank_info.writer, number=agreed.number)
+            self._begin(writer, begin(agreed.base, writer, agreed.with_states))
+            self._has_base = True
+        # A snapshot of a part is not complete, and one of a chosen step would begin a branch.
         if snapshots is not None and agreed.is_complete and step is None:
             self._run_exclusively(
                 f"step {agreed.step} is not kept",
-                partial(snapshots.adopt_restored_step, agreed, names),
+                partial(snapshots.adopt_restored_state, agreed, names),
             )
         if result:
             seconds = monotonic() - started_at
@@ -741,18 +801,26 @@ class CheckpointManager:
         return result
 
     def _missing_step_error(
-        self, step: int, result: RestoreResult, sources: Sequence[StateSource]
+        self, step: int | str, result: RestoreResult, sources: Sequence[StateSource]
     ) -> Exception:
         """Return the error for a given step that was not restored."""
         if result.skipped:
             return CheckpointError(f"step {step} cannot be restored: {'; '.join(result.skipped)}")
-        steps = sorted({stored.step for source in sources for stored in source.list_states()})
+        steps = sorted({ref.step for source in sources for ref in source.list_states()})
         others = f"there are {', '.join(map(str, steps))}" if steps else "there is no other step"
         return FileNotFoundError(f"there is no step {step} in {self._name} or in memory; {others}")
 
+    def _begin(self, writer: Writer, line: Line) -> None:
+        """Begin another branch with the next save or snapshot."""
+        self._origin = (writer, line)
+        if "_committer" in vars(self):
+            self._committer.begin(writer, line)
+        if self._snapshots is not None:
+            self._snapshots.begin(writer, line)
+
     def load(
         self,
-        step: int | None = None,
+        step: int | str | None = None,
         *,
         like: object = None,
         map_location: MapLocation = "cpu",
@@ -763,7 +831,8 @@ class CheckpointManager:
         `skipped` give the reason. A newer checkpoint that cannot be read is an error.
 
         Args:
-            step: the step to load. The default is the newest intact checkpoint.
+            step: the step to load, or the name of its folder. The default is the newest intact
+                checkpoint that the job has not abandoned.
             like: for a sharded state: a state with sharded tensors (or objects that have them) in
                 the same places. The result is sharded as they are, on any number of ranks. It is
                 not changed. Without it, the result has full tensors.
@@ -792,19 +861,38 @@ class CheckpointManager:
         return self._catalog.latest()
 
     def steps(self, *, pinned_only: bool = False) -> list[int]:
-        """Return the steps of all checkpoints in order, judged only by manifests and sizes.
+        """Return the steps of the checkpoints in order, judged only by manifests and sizes.
+
+        Steps that the job has abandoned are left out; `elasticlib checkpoints` lists them.
 
         Args:
-            pinned_only: return only those that were saved with `pin=True`.
+            pinned_only: return only those that are pinned.
         """
-        entries = [entry for entry in self._catalog.list_entries() if entry.manifest]
-        return sorted(entry.step for entry in entries if entry.is_pinned or not pinned_only)
+        refs = [ref for ref in self._catalog.live_refs() if ref.is_usable]
+        return sorted({ref.step for ref in refs if ref.is_pinned or not pinned_only})
 
-    def verify(self, step: int | None = None) -> dict[int, str]:
+    def path(self, step: int | str) -> str:
+        """Return the path or URL of the folder of a checkpoint.
+
+        Raises:
+            FileNotFoundError: there is no checkpoint of `step`.
+            CheckpointError: the storage cannot be read.
+        """
+        return f"{self._catalog.storage.name}/{self._catalog.find(step).place}"
+
+    def pin(self, step: int | str) -> None:
+        """Protect a checkpoint from deletion, until `unpin`. Raise as `path`."""
+        self._committer.pin(self._catalog.find(step), pin=True)
+
+    def unpin(self, step: int | str) -> None:
+        """Let the retention rule decide on a checkpoint again. Raise as `path`."""
+        self._committer.pin(self._catalog.find(step), pin=False)
+
+    def verify(self, step: int | str | None = None) -> dict[int, str]:
         """Read every byte of one checkpoint, or of all.
 
         Args:
-            step: the checkpoint's step. The default is all checkpoints.
+            step: the checkpoint's step or folder. The default is all checkpoints.
 
         Returns:
             A description of the damage, or of the error of reading, by step. Intact checkpoints are
@@ -836,18 +924,6 @@ class CheckpointManager:
             return Selection((), (), "rank 0 prunes")
         return self._committer.prune()
 
-    def _claim_or_warn(self) -> None:
-        """Claim the directory. Only warn if it cannot be written and there is a state to restore.
-
-        A snapshot may be newer than all checkpoints, and the script may only want to read.
-        """
-        try:
-            self.claim()
-        except NotWritableError as error:
-            if not self.steps() and not (self._snapshots and self._snapshots.list_states()):
-                raise
-            log.warning("%s: checkpoints can be read, but nothing can be saved", error)
-
     # -- parts, which are created when they are first used ---------------------------------------
 
     @cached_property
@@ -860,7 +936,27 @@ class CheckpointManager:
 
     @cached_property
     def _committer(self) -> Committer:
-        return Committer(self._catalog, self._rank_info.writer, self._retention)
+        return Committer(self._catalog, *self._current_origin, self._retention, self._note_claim)
+
+    @property
+    def _current_origin(self) -> tuple[Writer, Line]:
+        if self._origin is None:
+            writer = self._rank_info.writer
+            self._origin = (writer, begin(None, writer))
+        return self._origin
+
+    def _note_claim(self) -> None:
+        """Tell the agent which directory to release when the job has ended."""
+        storage, folder = self._catalog.storage, snapshot_folder()
+        if folder is not None and isinstance(storage, LocalStorage | FsspecStorage):
+            name = f"claimed.{zlib.crc32(os.fsencode(storage.name)):08x}"
+            with contextlib.suppress(OSError), open(os.path.join(folder, name), "w") as file:
+                file.write(storage.name)
+
+    @property
+    def _memory_name(self) -> str:
+        """The name of the states in the agent's memory: several managers have different ones."""
+        return f"state-{zlib.crc32(os.fsencode(self._name)):08x}"
 
     @cached_property
     def _this_rank(self) -> RankWriters:
@@ -900,13 +996,14 @@ class CheckpointManager:
     @cached_property
     def _snapshots(self) -> SnapshotSource | None:
         """The snapshots in the agent's memory, or None if no agent of elasticlib runs."""
-        location, rank_info, storage = snapshot_location(), self._rank_info, self._catalog.storage
-        if location is None:
+        attempt, rank_info, storage = snapshot_folder(), self._rank_info, self._catalog.storage
+        if attempt is None:
             return None
+        writer, line = self._current_origin
         source = SnapshotSource(
-            location,
-            # Several managers of one program have different snapshots.
-            name=f"state-{zlib.crc32(os.fsencode(self._name)):08x}",
+            attempt,
+            writer,
+            name=self._memory_name,
             rank=rank_info.rank,
             world_size=rank_info.world_size,
             writes=self._group is not None or rank_info.local_rank == 0,
@@ -914,6 +1011,7 @@ class CheckpointManager:
             folder=storage.name if isinstance(storage, LocalStorage | FsspecStorage) else "",
             layouts=self._layouts,
         )
+        source.begin(writer, line)
         _free_when_dropped(self, source)
         return source
 
@@ -929,6 +1027,36 @@ class CheckpointManager:
                 "this process was forked from the one that created the CheckpointManager of "
                 f"{self._name}, and only that process may save"
             )
+
+
+def _read_rule(keep_last: int | None, keep: Retention | None) -> Retention:
+    if keep_last is not None and keep is not None:
+        raise ConfigError(
+            f"give keep_last={keep_last!r} or keep={keep!r}, not both: keep may be "
+            "any_of(KeepLast(3), ...)"
+        )
+    if keep is None:
+        return KeepLast(3 if keep_last is None else keep_last)
+    if not isinstance(keep, Retention):
+        raise ConfigError(f"keep must be a rule such as KeepLast(3), got {keep!r}")
+    return keep
+
+
+def _check(metrics: Mapping[str, float] | None) -> Mapping[str, float]:
+    """Return metrics as floats.
+
+    Raises:
+        ConfigError: a value is no finite number.
+    """
+    checked = {}
+    for name, value in (metrics or {}).items():
+        try:
+            checked[str(name)] = float(value)
+        except (TypeError, ValueError):
+            checked[str(name)] = math.nan
+        if not math.isfinite(checked[str(name)]):
+            raise ConfigError(f"metrics must be finite numbers, got {name!r}: {value!r:.80}")
+    return checked
 
 
 def _free_when_dropped(manager: CheckpointManager, memory: SnapshotSlots | SnapshotSource) -> None:

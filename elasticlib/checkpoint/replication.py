@@ -59,16 +59,18 @@ from ..stores.authentication import (
 )
 from ..threads import daemon_thread
 from ..untrusted import read_fields, read_json
+from .refs import StateRef
 from .snapshot_slots import (
     HEADER_BYTES,
     SnapshotHeader,
-    SnapshotRef,
     SnapshotSlots,
     decode_header,
     encode_header,
     iter_chunks,
+    kind_of,
     lock_snapshot,
     newest_local_snapshots,
+    read_snapshot_header,
     wake_agent,
 )
 
@@ -514,15 +516,16 @@ class ReplicaSender:
                 for ref in self._unsent():
                     self._send(connection, ref)
 
-    def _unsent(self) -> list[SnapshotRef]:
+    def _unsent(self) -> list[StateRef]:
         """Return the newest snapshot of each name and part that was not offered to the target."""
-        newest = [(ref, ref.header) for ref in newest_local_snapshots(self._attempt_dir)]
-        return [f for f, r in newest if self._offered.get((r.name, r.part), 0) < r.sequence]
+        newest = newest_local_snapshots(self._attempt_dir)
+        return [ref for ref in newest if self._offered.get(kind_of(ref), 0) < ref.number]
 
-    def _send(self, connection: socket.socket, ref: SnapshotRef) -> None:
-        header, kind = ref.header, (ref.header.name, ref.header.part)
-        with lock_snapshot(self._attempt_dir.parent, ref) as handle:
-            if handle is None:
+    def _send(self, connection: socket.socket, ref: StateRef) -> None:
+        memory, kind = self._attempt_dir.parent, kind_of(ref)
+        with lock_snapshot(memory, ref) as handle:
+            header = read_snapshot_header(memory, ref)
+            if handle is None or header is None:
                 return  # A newer snapshot replaces it.
             reason = send_snapshot(connection, handle, header)
         self._offered[kind] = header.sequence

@@ -462,7 +462,7 @@ class ShardedRestore:
         self._search, self._plan, self._rule = search, plan, rule
         self._own: list[str] = []  # the values of each rank, set by _verify_parts
         self._group, self._rank = search.group, search.group.rank
-        self._step, self._num_parts = plan.key.step, plan.key.num_parts
+        self._step, self._num_parts = plan.step, plan.ref.parts
         self._own_part = self._rank if self._num_parts == self._group.world_size else None
         self._holders = {part: sorted(ranks) for part, ranks in plan.holders.items()}
         # The following are set by _verify_parts and equal on all ranks.
@@ -561,8 +561,8 @@ class ShardedRestore:
         if not problem and not with_rest:
             problem = "is incomplete: no rank has the values that are not sharded"
         if problem:
-            reason = f"step {self._step} ({self._plan.kind}) {problem}"
-            self._search.skip_state(self._plan.key, reason)
+            reason = f"step {self._step} ({self._plan.ref.tier}) {problem}"
+            self._search.skip_state(self._plan, reason)
             return False
         self._multi_mesh = multi_mesh_tensors(self._shards)
         for rank in range(self._group.world_size):
@@ -579,8 +579,8 @@ class ShardedRestore:
     def _verify_part(self, part: int) -> dict[str, Any]:
         """Verify this rank's copy of a part, and return what all ranks need of its header."""
         pack = self._view(part)
-        stored = self._plan.holders[part][self._rank]
-        self._search.source(stored).check(stored, part)
+        ref = self._plan.holders[part][self._rank]
+        self._search.source(ref).check(ref, part)
         meta = read_meta(pack)
         read_shards(meta)  # Raise here, where the rank that has the corrupt copy is known.
         own = {"own": meta["own"]} if "own" in meta else {}
@@ -609,8 +609,8 @@ class ShardedRestore:
         return different_tensors(self._shards, digests)
 
     def _view(self, part: int) -> memoryview:
-        stored = self._plan.holders[part][self._rank]
-        return self._search.source(stored).view(stored, part)
+        ref = self._plan.holders[part][self._rank]
+        return self._search.source(ref).view(ref, part)
 
     def _fetch_rest(self) -> PartContents | None:
         """Read or receive the values that are not sharded."""

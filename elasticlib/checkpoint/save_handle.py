@@ -303,7 +303,8 @@ class RemoteSave(SaveHandle):
                     "still saving, or did not call save"
                 )
             else:
-                return f"rank 0 was to save {self._catalog.describe(step)}, which does not exist"
+                where = self._catalog.storage.name
+                return f"rank 0 was to save step {step} in {where}, which does not exist"
         return ""
 
     @property
@@ -324,8 +325,9 @@ class RemoteSave(SaveHandle):
         results, step = self._results, self.step
         if not self._is_finished and not results.is_reachable:
             # Pruning may have deleted this step after a newer one was committed.
-            entries = map(self._catalog.read_entry, {step, results.newest_step})
-            self._is_finished = any(entry is not None and entry.manifest for entry in entries)
+            steps = {step, results.newest_step}
+            refs = self._catalog.live_refs()
+            self._is_finished = any(ref.step in steps and ref.is_usable for ref in refs)
         elif not self._is_finished and (result := results.read(self._number)) is not None:
             self._is_finished = True
             if result["step"] != step:

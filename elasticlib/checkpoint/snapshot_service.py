@@ -34,9 +34,11 @@ from .replication import (
 )
 from .snapshot_slots import (
     WAKEUP_PIPE,
+    kind_of,
     list_snapshots,
     newest_local_snapshots,
     remove_incomplete,
+    remove_old_copies,
     remove_superseded,
     wake_agent,
 )
@@ -155,11 +157,9 @@ class ReplicationSession:
         """
         if self._is_cleared:
             return
-        own = [ref.header for ref in newest_local_snapshots(self._attempt_dir)]
-        is_sharded = any(header.parts > 1 for header in own)
-        if own and (
-            not is_sharded or self._have_all_nodes_replicated({(r.name, r.part) for r in own})
-        ):
+        own = newest_local_snapshots(self._attempt_dir)
+        is_sharded = any(ref.parts > 1 for ref in own)
+        if own and (not is_sharded or self._have_all_nodes_replicated(set(map(kind_of, own)))):
             memory, attempt = self._attempt_dir.parent, int(self._attempt_dir.name)
             self._is_cleared = remove_superseded(memory, list_snapshots(memory), attempt)
 
@@ -215,6 +215,7 @@ class NodeSnapshotService(SnapshotService):
             return  # The workers keep no snapshots. Earlier ones stay for `close`.
         self._attempt_dir = attempt_dir
         remove_incomplete(attempt_dir.parent, int(attempt_dir.name))
+        remove_old_copies(attempt_dir.parent)
         if not self._replicas or info.world_size == 1:
             return
         if info.store is None or not info.exchange_prefix:

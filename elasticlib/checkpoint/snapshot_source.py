@@ -18,27 +18,25 @@ from typing import Any
 
 import attrs
 
-from ..clock import monotonic
+from ..clock import monotonic, wall
 from ..errors import CheckpointCorruptError, CheckpointError
 from ..threads import CallRejectedError, ExclusiveCall, Latch, daemon_thread
 from ..workers.spec import SNAPSHOTS_ENV
 from .pack import LayoutCache, PackImage
+from .refs import MAX_BRANCHES_IN_HEADER, Line, StateRef, Writer, begin
 from .reshard import has_own_rest, plan_part_layout
-from .restore import MEMORY, RestoreAgreement, StateSource, StoredState
+from .restore import RestoreAgreement, StateSource
 from .safetensors_header import read_header
 from .snapshot_slots import (
     AgentWaker,
     MappedSlot,
     SnapshotHeader,
-    SnapshotRef,
     SnapshotSlots,
-    abandoned_snapshots,
+    kind_of,
     list_snapshots,
     map_snapshot,
     newest_local_snapshots,
-    remove_snapshots,
     remove_superseded,
-    valid_snapshots,
 )
 from .state_tree import FlatState, flatten, is_dtensor
 from .tensor_layout import lock_pages
@@ -48,25 +46,11 @@ log = logging.getLogger("elasticlib.checkpoint")
 _STOP_POLL_INTERVAL_S = 0.005  # between checks whether the background thread has exited
 
 
-@attrs.frozen
-class SnapshotLocation:
-    """The memory in which an agent's worker leaves snapshots."""
-
-    folder: str  # directory of this attempt (start of the agent's workers) in the agent's memory
-    run: str
-    generation: int
-    incarnation: str = ""
-
-
-def snapshot_location() -> SnapshotLocation | None:
-    """Return the location from the environment, or None if no agent keeps snapshots."""
+def snapshot_folder() -> str | None:
+    """Return the directory of this attempt in the agent's memory, or None if there is no agent."""
     folder = os.environ.get(SNAPSHOTS_ENV, "")
     generation = os.environ.get("ELASTICLIB_GENERATION", "")
-    if not folder or not generation.isdecimal() or not os.path.isdir(folder):
-        return None
-    run = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    incarnation = os.environ.get("ELASTICLIB_INCARNATION", "")
-    return SnapshotLocation(folder, run, int(generation), incarnation)
+    return folder if folder and generation.isdecimal() and os.path.isdir(folder) else None
 
 
 @attrs.frozen
@@ -94,7 +78,8 @@ class SnapshotSource(StateSource):
     it stay, and the next call works.
 
     Args:
-        location: The memory.
+        attempt: The directory of this attempt (start of the agent's workers) in its memory.
+        writer: The writer of the snapshots; `begin` changes it.
         name: Distinguishes several kinds of snapshots in one program, as of two managers.
         rank: The rank of this worker.
         world_size: The number of ranks.
@@ -107,7 +92,8 @@ class SnapshotSource(StateSource):
 
     def __init__(
         self,
-        location: SnapshotLocation,
+        attempt: str,
+        writer: Writer,
         *,
         name: str = "state",
         rank: int = 0,
@@ -119,27 +105,36 @@ class SnapshotSource(StateSource):
         if not 0 <= rank < world_size:
             raise CheckpointError(f"need 0 <= rank < world_size, got {rank} of {world_size}")
         self._rank, self._world_size = rank, world_size
-        self._folder = Path(location.folder)
+        self._folder = Path(attempt)
         self._era, self._memory = int(self._folder.name), self._folder.parent
         self._writes = writes
         self._layouts = layouts or LayoutCache()
         self._sequence = 0  # the last number given to a snapshot, even to one that failed
-        self._slots = SnapshotSlots(location.folder)
-        self._waker = AgentWaker(location.folder)
+        self._slots = SnapshotSlots(attempt)
+        self._waker = AgentWaker(attempt)
         self._allocator = _Preallocation(self._slots)
         self._has_earlier = True  # whether snapshots of earlier attempts may be left to remove
         self._maps = contextlib.ExitStack()
-        self._mapped: dict[str, tuple[SnapshotRef, memoryview]] = {}
+        self._mapped: dict[StateRef, memoryview] = {}
         self._header = SnapshotHeader(
             name=name,
             step=0,
             sequence=0,
             size=0,
-            run=location.run,
-            generation=location.generation,
+            writer=writer,
+            line=begin(None, writer),
             folder=os.path.abspath(folder) if folder and "://" not in folder else folder,
-            incarnation=location.incarnation,
         )
+
+    def begin(self, writer: Writer, line: Line) -> None:
+        """Begin another branch with the next snapshot, after a restore."""
+        newest = line[-MAX_BRANCHES_IN_HEADER:]
+        self._header = attrs.evolve(self._header, writer=writer, line=newest)
+
+    @property
+    def name(self) -> str:
+        """The name of the snapshots."""
+        return self._header.name
 
     @property
     def folder(self) -> str:
@@ -219,14 +214,14 @@ class SnapshotSource(StateSource):
             step=step,
             sequence=self._sequence,
             size=image.size,
-            run=last.run,
-            generation=last.generation,
+            writer=last.writer,
+            line=last.line,
             part=part,
             parts=parts,
             folder=last.folder,
-            incarnation=last.incarnation,
             sharded=sharded,
             values=values,
+            saved_at=wall(),
         )
         slot = self._copy(image, header)
         self._header = header
@@ -254,40 +249,27 @@ class SnapshotSource(StateSource):
         if header.sequence and not self._slots.has_free_slot(header.size, header.num_retained):
             self._allocator.begin(header)
 
-    def list_states(self) -> Sequence[StoredState]:
-        """Return the valid snapshots of this run and name, which may be replicas."""
-        return [_stored_state(ref) for ref in self._valid()]
+    def list_states(self) -> Sequence[StateRef]:
+        """Return the snapshots of this run and name, which may be replicas."""
+        return [ref for ref in self._list() if ref.writer.run == self._header.writer.run]
 
-    def view(self, stored: StoredState, part: int = 0) -> memoryview:  # noqa: ARG002 - it has one part
+    def view(self, ref: StateRef, part: int = 0) -> memoryview:  # noqa: ARG002 - it has one part
         """Return the memory of a snapshot, which does not change until `release`."""
-        if stored.name not in self._mapped:
-            for ref in (ref for ref in self._valid() if _stored_state(ref) == stored):
-                view = self._maps.enter_context(map_snapshot(self._memory, ref))
-                if view is not None:
-                    self._mapped[stored.name] = ref, view
-                    break
-            else:
-                what = f"the snapshot {stored.name} of step {stored.step}"
+        if ref not in self._mapped:
+            view = self._maps.enter_context(map_snapshot(self._memory, ref))
+            if view is None:
+                what = f"the snapshot {ref.place} of step {ref.step}"
                 raise CheckpointError(f"{what} is not there any more")
-        return self._mapped[stored.name][1]
+            self._mapped[ref] = view
+        return self._mapped[ref]
 
-    def check(self, stored: StoredState, part: int = 0) -> None:
-        view = self.view(stored, part)
-        ref, _ = self._mapped[stored.name]
-        if read_header(view).size != ref.header.size:
-            raise CheckpointCorruptError(f"the snapshot {stored.name} is no pack of its size")
+    def check(self, ref: StateRef, part: int = 0) -> None:
+        if read_header(self.view(ref, part)).size != ref.size:
+            raise CheckpointCorruptError(f"the snapshot {ref.place} is no pack of its size")
 
     def release(self) -> None:
         self._mapped.clear()
         self._maps.close()
-
-    def resume_from(self, step: int) -> None:
-        """Free the snapshots of earlier attempts that are not needed if the job resumes at `step`.
-
-        Every rank calls this when the ranks have agreed on the step, and before the first snapshot.
-        Otherwise a later restart could find parts of one step that two different runs have written.
-        """
-        remove_snapshots(self._memory, abandoned_snapshots(self._list(), self._era, step))
 
     def _preallocate(self, found: RestoreAgreement) -> None:
         """Allocate memory in the background for the first snapshot after a restore.
@@ -296,27 +278,24 @@ class SnapshotSource(StateSource):
         on a disk, the first snapshot allocates its memory itself.
         """
         part, parts, size = 0, 1, found.pack_bytes
-        for header in (ref.header for ref in self._valid()):
-            is_own = (header.part, header.parts) in ((0, 1), (self._rank, self._world_size))
-            if header.step == found.step and is_own:
-                part, parts, size = header.part, header.parts, header.size
+        for ref in self.list_states():
+            is_own = ref.part is None or (ref.part, ref.parts) == (self._rank, self._world_size)
+            if ref.step == found.step and is_own:
+                part, parts, size = ref.part or 0, max(1, ref.parts), ref.size
         # Without DTensors only some ranks keep a snapshot.
         if size and (self._writes or parts > 1):
             self._allocator.begin(attrs.evolve(self._header, size=size, part=part, parts=parts))
 
-    def adopt_restored_step(self, found: RestoreAgreement, state: object) -> None:
+    def adopt_restored_state(self, found: RestoreAgreement, state: object) -> None:
         """Prepare for snapshots after all ranks have restored the newest usable state completely.
 
-        Snapshots of later steps from earlier attempts are freed. If the state came from another
-        node's memory, this node keeps a snapshot of it, too, because the other node may be lost
-        next. If a sharded state came from memory and any rank received a part of it, each rank
-        keeps its new part.
+        If the state came from another node's memory, this node keeps a snapshot of it, too, because
+        the other node may be lost next. If a sharded state came from memory and any rank received
+        a part of it, each rank keeps its new part.
         """
-        self.resume_from(found.step)
-        is_missing = found.was_resharded or found.step not in [
-            stored.step for stored in self.list_states()
-        ]
-        if found.kind == MEMORY and is_missing:
+        base = found.base
+        is_here = base is not None and base.state in {ref.state for ref in self.list_states()}
+        if found.is_from_memory and (found.was_resharded or not is_here):
             try:
                 self.snapshot(found.step, state)
             except CheckpointError as error:
@@ -334,29 +313,15 @@ class SnapshotSource(StateSource):
         self._slots.close()
         self._waker.close()
 
-    def _list(self) -> list[SnapshotRef]:
+    def _list(self) -> list[StateRef]:
         """Return the complete snapshots of this name in the agent's memory, from all attempts."""
-        refs = list_snapshots(self._memory)
-        return [ref for ref in refs if ref.header.name == self._header.name]
-
-    def _valid(self) -> Sequence[SnapshotRef]:
-        return valid_snapshots(ref for ref in self._list() if ref.header.run == self._header.run)
+        return [ref for ref in list_snapshots(self._memory) if ref.name == self._header.name]
 
     def _last_sequence(self, part: int) -> int:
         """Return the number of the last snapshot of this name and part in this attempt, or 0."""
-        headers = (ref.header for ref in newest_local_snapshots(self._folder))
-        name = self._header.name
-        return max((h.sequence for h in headers if (h.name, h.part) == (name, part)), default=0)
-
-
-def _stored_state(ref: SnapshotRef) -> StoredState:
-    header = ref.header
-    parts = header.parts if header.sharded else 0
-    name = f"{ref.file}:{header.sequence}"
-    part = header.part if parts else 0
-    return StoredState(
-        header.step, MEMORY, name, part, parts, header.run, header.generation, header.values
-    )
+        kind = (self._header.name, part)
+        refs = newest_local_snapshots(self._folder)
+        return max((ref.number for ref in refs if kind_of(ref) == kind), default=0)
 
 
 class _Preallocation:

@@ -548,8 +548,9 @@ class StepLoop:
             plan_restore(parts, unpack(require_not_none(pack, "a pack"), copy=False))()
             self._put(parts)
             self.step, self._has_state, self._is_complete = plan.step, True, True
-        if self._manager is not None and self._snapshot_every:
-            self._manager.on_state_broadcast(plan.step, parts, plan.source)
+        if self._manager is not None:
+            keep = bool(self._snapshot_every)
+            self._manager.on_state_broadcast(plan.step, parts, plan.source, keep=keep)
         if is_receiver:
             context().report_restored(plan.step, source="peer", seconds=monotonic() - started)
 
