@@ -1,4 +1,4 @@
-"""Snapshot service of an agent: replicas on other nodes, freeing of memory, and the final save.
+"""Snapshot service of an agent: replicas on other nodes, freeing of memory, and the end save.
 
 Workers write their snapshots into the directory of their attempt (one start of an agent's workers),
 and wake the agent through a pipe there. The agent sends the snapshots to other nodes, stores those
@@ -22,7 +22,7 @@ from ..errors import ConfigError, ElasticError, require_not_none
 from ..rendezvous.interface import RendezvousInfo
 from ..threads import daemon_thread
 from ..workers.spec import WorkerGroup
-from .final_save import FinalSave
+from .end_save import EndSave
 from .replication import (
     JOIN_TIMEOUT_S,
     ReplicaReceiver,
@@ -205,7 +205,7 @@ class NodeSnapshotService(SnapshotService):
         self._attempt_dir: Path | None = None  # of the last attempt that had memory
         self._info: RendezvousInfo | None = None  # the last generation
         self._session: ReplicationSession | None = None
-        self._helping: FinalSave | None = None  # writes parts for nodes that leave
+        self._helping: EndSave | None = None  # writes parts for nodes that leave
 
     def on_workers_starting(self, info: RendezvousInfo, group: WorkerGroup) -> None:
         self._stop()
@@ -247,7 +247,7 @@ class NodeSnapshotService(SnapshotService):
     def on_workers_stopped(self) -> None:
         if self._attempt_dir is not None and self._helping is None:
             # A node that leaves may need parts that are here, and waits for this node to write.
-            self._helping = self._create_final_save(self._attempt_dir, leaves=False)
+            self._helping = self._create_end_save(self._attempt_dir, leaves=False)
             daemon_thread(self._helping.run, "agent-helps").start()
 
     def close(self, *, flush: bool, cancel_reason: Callable[[], str] = str) -> str:
@@ -256,13 +256,13 @@ class NodeSnapshotService(SnapshotService):
         self._stop()
         if not flush or self._attempt_dir is None:
             return ""
-        final_save = self._create_final_save(self._attempt_dir, leaves=True)
-        problem = final_save.run(cancel_reason=cancel_reason)
-        self.saved_step = final_save.saved
+        end_save = self._create_end_save(self._attempt_dir, leaves=True)
+        problem = end_save.run(cancel_reason=cancel_reason)
+        self.saved_step = end_save.saved
         return problem
 
-    def _create_final_save(self, attempt_dir: Path, *, leaves: bool) -> FinalSave:
-        return FinalSave(attempt_dir.parent, self._info, is_leaving=leaves)
+    def _create_end_save(self, attempt_dir: Path, *, leaves: bool) -> EndSave:
+        return EndSave(attempt_dir.parent, self._info, is_leaving=leaves)
 
     def _stop(self) -> None:
         if self._helping is not None:
