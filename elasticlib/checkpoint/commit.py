@@ -123,13 +123,10 @@ class Committer:
         """Begin another branch, after a restore. The next save acquires the fence for it."""
         self.writer, self.line, self._has_fence = writer, line, False
 
-    def claim(self, *, force: bool = False) -> None:
+    def claim(self) -> None:
         """Acquire the fence, and delete the folders of interrupted saves. Later calls do nothing.
 
         An agent does not take the fence from workers of its generation.
-
-        Args:
-            force: take it also from a job that has a launcher, if this process has none.
 
         Raises:
             CheckpointFencedError: another writer keeps the fence.
@@ -141,12 +138,22 @@ class Committer:
         with self._translate_errors("could not be claimed"), self._storage.lock():
             fence = self._catalog.known_fence()
             if not self._is_agent_of(fence):
-                acquired = acquire(fence, self.writer, self.line, force=force)
-                if isinstance(acquired, str):
-                    name = self._storage.name
-                    raise CheckpointFencedError(f"{name} must not be written: {acquired}")
-                self._write_fence(acquired)
+                self._write_fence(self._acquire(fence))
             self._has_fence = True
+        self._on_claimed()
+
+    def take_over(self) -> None:
+        """Take the fence, also from a job that has a launcher, and begin no branch yet.
+
+        So the states that can be restored are those that the job has had until now. Raise as
+        `claim`.
+        """
+        with self._translate_errors("could not be claimed"), self._storage.lock():
+            fence = self._catalog.known_fence()
+            acquired = self._acquire(fence, force=True)
+            if fence is not None:
+                acquired = attrs.evolve(acquired, line=fence.line)
+            self._storage.replace(FENCE_NAME, encode_fence(acquired))
         self._on_claimed()
 
     def release(self) -> None:
@@ -316,6 +323,13 @@ class Committer:
         fence = self._catalog.read_fence()
         holder = fence.writer if fence else self.writer
         return holder.launch == self.writer.launch and holder.generation > self.writer.generation
+
+    def _acquire(self, fence: Fence | None, *, force: bool = False) -> Fence:
+        acquired = acquire(fence, self.writer, self.line, force=force)
+        if isinstance(acquired, str):
+            name = self._storage.name
+            raise CheckpointFencedError(f"{name} must not be written: {acquired}")
+        return acquired
 
     def _is_agent_of(self, fence: Fence | None) -> bool:
         """Return whether this is an agent, and the workers have the fence for its line."""

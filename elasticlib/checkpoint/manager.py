@@ -616,7 +616,7 @@ class CheckpointManager:
         self._check_open()
         if self.is_writer:
             self._wait_for_write()
-            self._committer.claim(force=True)
+            self._committer.take_over()
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until all saves of this manager are durable, whichever rank writes them.

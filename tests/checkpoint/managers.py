@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint.snapshot_source import SnapshotLocation, SnapshotSource
+from elasticlib.checkpoint.refs import Writer
+from elasticlib.checkpoint.snapshot_source import SnapshotSource
 from elasticlib.checkpoint.storage import LocalStorage
 from elasticlib.errors import CheckpointError
 
@@ -37,6 +38,12 @@ def create_manager(folder: Any, place: dict[str, object], **options: Any) -> Che
     return manager
 
 
+def step_folder(folder: Path, step: int) -> Path:
+    """Return the folder of the only checkpoint of a step."""
+    (path,) = folder.glob(f"step-{step:010d}.*")
+    return path
+
+
 class GatedStorage(LocalStorage):
     """Storage that writes no data before `gate` is set, and fails like a full disk if `full`."""
 
@@ -55,7 +62,7 @@ class GatedStorage(LocalStorage):
 def open_memory(folder: Path) -> SnapshotSource:
     """Return the snapshot source of a worker whose agent has its memory in this directory."""
     (folder / "1").mkdir(parents=True)
-    return SnapshotSource(SnapshotLocation(str(folder / "1"), "run", 1))
+    return SnapshotSource(str(folder / "1"), Writer("run", generation=1))
 
 
 @contextmanager

@@ -53,7 +53,7 @@ def test_a_flipped_bit_on_the_disk_is_detected_or_changes_nothing(
         for step in (1, 2):
             manager.save(step, state(step))
     num_detected = 0
-    (path,) = (tmp_path / "step-0000000002").glob(f"{kind}.*")
+    (path,) = step_folder(tmp_path, 2).glob(f"{kind}.*")
     for flipped in flip_bits(path, count):
         manager = CheckpointManager(tmp_path)
         loaded = manager.load()

@@ -108,7 +108,7 @@ def test_several_threads_read_a_checkpoint_and_detect_a_changed_byte(tmp_path: P
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, {"w": expected})
     assert torch.equal(CheckpointManager(TwoReaders(tmp_path)).load()["w"], expected)
-    (pack,) = tmp_path.glob("step-*/*.pack")
+    (pack,) = tmp_path.glob("step-*/*.safetensors")
     with pack.open("r+b") as file:
         (byte,) = os.pread(file.fileno(), 1, SEGMENT_BYTES + 4097)
         os.pwrite(file.fileno(), bytes([byte ^ 1]), SEGMENT_BYTES + 4097)

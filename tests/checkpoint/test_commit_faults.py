@@ -115,7 +115,7 @@ def later_save(folder: Path) -> tuple[int, set[int | None]]:
     """Prepare an old checkpoint to be deleted, and files that a crash has left."""
     first_save(folder)
     save(folder, 6, OLD)
-    left = folder / "step-0000000007"
+    left = step_folder(folder, 7)
     left.mkdir()
     (left / "state.0123456789abcdef.1.pack").write_bytes(b"half")
     (left / ".manifest.json.01234567.partial").write_bytes(b"half")
@@ -250,7 +250,7 @@ def test_a_full_disk_and_a_read_only_one_keep_the_last_checkpoint(small_disk: Pa
         with pytest.raises(CheckpointError, match="No space left on device"):
             manager.wait()
         assert load_value(small_disk) == OLD
-        assert os.listdir(small_disk / "step-0000000001")
+        assert os.listdir(step_folder(small_disk, 1))
         remount = ["mount", "-o", "remount,ro", str(small_disk)]
         subprocess.run(remount, check=True)
         manager.save(3, state(NEW))

@@ -55,7 +55,7 @@ def test_flipped_bit_is_loaded_by_dcp_and_detected_by_elasticlib(tmp_path: Path)
     with CheckpointManager(tmp_path / "ours") as manager:
         for step in (1, 2):
             manager.save(step, {"w": W}).wait()
-        (path,) = (tmp_path / "ours" / "step-0000000002").glob("state.*")
+        (path,) = step_folder(tmp_path / "ours", 2).glob("state.*")
         flip_bit(path, values)
         state = {"w": torch.zeros(4096)}
         result = manager.restore(state)

@@ -18,14 +18,14 @@ def test_an_older_generation_cannot_prune(tmp_path: Path) -> None:
     places = ({"run": "r", "launch": "l", "generation": number} for number in (1, 2))
     old, new = (create_manager(tmp_path, place, keep_last=1) for place in places)
     new.claim()
-    (tmp_path / "step-0000000001").mkdir()
+    (step_folder(tmp_path, 1)).mkdir()
     with pytest.raises(CheckpointFencedError, match=r"pruned.*older"):
         old.prune()
-    assert (tmp_path / "step-0000000001").exists()
+    assert (step_folder(tmp_path, 1)).exists()
 
 
 def truncate_data(folder: Path) -> None:
-    pack = next(folder.glob("*.pack"))
+    pack = next(folder.glob("*.safetensors"))
     pack.write_bytes(pack.read_bytes()[:-1])
 
 
@@ -42,7 +42,7 @@ def test_restore_reports_why_it_skipped_a_truncated_checkpoint(
         for step in (1, 2):
             manager.save(step, {"a": step})
             manager.wait()
-    damage(tmp_path / "step-0000000002")
+    damage(step_folder(tmp_path, 2))
     with CheckpointManager(tmp_path) as manager:
         result = manager.restore({"a": 0})
         assert result.step == 1

@@ -27,14 +27,14 @@ def test_a_damaged_checkpoint_is_detected_and_not_listed_again(tmp_path: Path) -
     newest, older = source.list_states()
     assert (newest.step, newest.kind, older.step) == (2, "disk", 1)
     assert unpack(source.view(newest))["w"].tolist() == [2, 2, 2]
-    (path,) = (tmp_path / "step-0000000002").glob("state.*")
+    (path,) = step_folder(tmp_path, 2).glob("state.*")
     source.release()
     data = path.read_bytes()
     path.write_bytes(data[:-1] + b"\1")
     with pytest.raises(CheckpointCorruptError, match="checksum"):
         source.view(newest)
     assert [stored.step for stored in source.list_states()] == [1]
-    (tmp_path / "step-0000000001" / "manifest.json").unlink()
+    (step_folder(tmp_path, 1) / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match="was deleted after"):
         source.view(older)
 

@@ -54,7 +54,7 @@ def test_modules_optimizers_and_samplers_are_restored_at_any_path(tmp_path: Path
         manager.save(7, complete)
         manager.wait()
         loaded = manager.load()
-    assert os.listdir(tmp_path / "new" / "folder" / "step-0000000007")
+    assert os.listdir(step_folder(tmp_path / "new" / "folder", 7))
     other = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     other.load_state_dict(loaded["model"])
     assert torch.equal(other(torch.ones(2, 3)), model(torch.ones(2, 3)))
@@ -119,7 +119,7 @@ def test_each_damaged_byte_is_detected_and_the_older_checkpoint_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     saved(tmp_path, 1, 2).close()
-    (path,) = (tmp_path / "step-0000000002").glob("state.*.pack")
+    (path,) = step_folder(tmp_path, 2).glob("state.safetensors")
     intact = path.read_bytes()
     manager = CheckpointManager(tmp_path)
     for data in damaged(intact, 41):
@@ -285,7 +285,7 @@ def test_an_older_generation_cannot_commit_and_the_error_names_the_holder(tmp_pa
         assert new.steps() == []
         new.save(5, state(2))
         new.wait()
-        assert len(os.listdir(tmp_path / "step-0000000005")) == 2
+        assert len(os.listdir(step_folder(tmp_path, 5))) == 2
     with pytest.raises(CheckpointFencedError, match=r"generation 2 .*generation 1"):
         create_manager(tmp_path, place_in("a", 1)).claim()
     old.close()
@@ -343,7 +343,7 @@ def test_pruning_does_not_delete_the_files_of_a_live_writer(tmp_path: Path) -> N
     place = GatedStorage(tmp_path)
     live = CheckpointManager(place)
     live.claim()
-    (folder := tmp_path / "step-0000000001").mkdir()
+    (folder := step_folder(tmp_path, 1)).mkdir()
     token = token_of(tmp_path)
     own_file, orphan = folder / f"state.{token}.9.pack", folder / "state.0123456789abcdef.1.pack"
     for path in (own_file, orphan):
@@ -358,7 +358,7 @@ def test_a_writer_that_lost_the_fence_cannot_prune(tmp_path: Path) -> None:
     old, new = (create_manager(tmp_path, place_in("l", number)) for number in (1, 2))
     old.claim()
     new.claim()
-    (folder := tmp_path / "step-0000000001").mkdir()
+    (folder := step_folder(tmp_path, 1)).mkdir()
     own_file = folder / f"state.{token_of(tmp_path)}.1.pack"
     own_file.write_bytes(b"half")
     with pytest.raises(CheckpointFencedError, match=r"pruned.*generation 2"):
@@ -444,7 +444,7 @@ def test_the_result_of_restore_describes_the_step_and_its_source(tmp_path: Path)
     assert str(nothing) == "nothing to restore"
     # Step 0 is restored like any other step.
     saved(tmp_path, 0, 7, 9).close()
-    (path,) = (tmp_path / "step-0000000009").glob("state.*")
+    (path,) = step_folder(tmp_path, 9).glob("state.*")
     path.write_bytes(path.read_bytes()[:-1] + b"\1")
     values, manager = state(5), CheckpointManager(tmp_path)
     seven = manager.restore(values)
@@ -482,7 +482,7 @@ def test_restore_of_a_given_step(tmp_path: Path) -> None:
             manager.restore(values, step=5)
         with pytest.raises(CheckpointError, match="step must be an int"):
             manager.restore(values, step=-1)
-        (path,) = (tmp_path / "step-0000000003").glob("state.*")
+        (path,) = step_folder(tmp_path, 3).glob("state.*")
         path.write_bytes(b"\1")
         with pytest.raises(
             CheckpointError, match=r"step 3 cannot be restored.*step-0000000003 is cor"
@@ -490,7 +490,7 @@ def test_restore_of_a_given_step(tmp_path: Path) -> None:
             manager.restore(values, step=3)
         assert (values["step"], values["w"].tolist()) == (6, [6, 6, 6])
         # An unreadable checkpoint does not affect readable ones.
-        manifest = tmp_path / "step-0000000009" / "manifest.json"
+        manifest = step_folder(tmp_path, 9) / "manifest.json"
         manifest.write_bytes(append_checksum(b'{"format":999}'))
         with pytest.raises(CheckpointError, match="this version reads"):
             manager.restore(values)

@@ -152,7 +152,7 @@ def test_a_checkpoint_is_opened_by_the_readers_of_safetensors(tmp_path: Path) ->
     state = {"model": model, "optimizer": optimizer, "tied": [tied, tied.detach()], "step": 7}
     with CheckpointManager(tmp_path) as manager:
         manager.save(7, state)
-    (path,) = tmp_path.glob("step-*/state.*.pack")
+    (path,) = tmp_path.glob("step-*/state.safetensors")
     loaded = safetensors.torch.load_file(path)
     for name, one in model.state_dict().items():
         assert torch.equal(loaded[f"model/{name}"], one)
@@ -177,7 +177,7 @@ def test_a_part_of_a_sharded_state_has_its_shards_under_their_paths(tmp_path: Pa
             manager.save(7, state)
     finally:
         dist.destroy_process_group()
-    (path,) = tmp_path.glob("step-*/part-00000.*.pack")
+    (path,) = tmp_path.glob("step-*/part-00000.safetensors")
     loaded = safetensors.torch.load_file(path)
     assert set(loaded) == {"rows", "more/0", "turned", "same", "plain~storage"}
     assert torch.equal(loaded["rows"], state["rows"].to_local())

@@ -226,7 +226,7 @@ def test_a_pinned_checkpoint_is_never_pruned_even_by_a_later_manager(
 def test_a_pinned_checkpoint_with_a_truncated_file_is_not_deleted(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, keep_last=1) as manager:
         manager.save(1, state(1), pin=True).wait()
-        (path,) = (tmp_path / "step-0000000001").glob("state.*")
+        (path,) = step_folder(tmp_path, 1).glob("state.*")
         os.truncate(path, 100)
         manager.save(2, state(2)).wait()
     assert path.exists()

@@ -101,7 +101,7 @@ def test_latest_skips_a_file_of_torch_save_with_its_reason(tmp_path, caplog):
 def test_files_of_other_programs_are_rejected(tmp_path):
     with CheckpointManager(tmp_path / "folder") as manager:
         manager.save(1, {"w": torch.ones(2)})
-    (pack,) = (tmp_path / "folder").glob("step-*/*.pack")
+    (pack,) = (tmp_path / "folder").glob("step-*/*.safetensors")
     with pytest.raises(CheckpointError, match=r"load it with CheckpointManager\(folder\).load"):
         load_checkpoint(pack)
     (tmp_path / "foreign.pt").write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")

@@ -161,7 +161,10 @@ def test_all_workers_are_restarted_on_request_without_using_a_restart(job: Job) 
     before = job.wait_for_world(2)
     wait_for_steps(job)
     document = control(job, "restart", "job7")
-    assert {answer["text"] for answer in document["answers"]} == {"restarts its 1 worker"}
+    texts = {answer["text"] for answer in document["answers"]}
+    # The node that answers later may have heard of the restart from the other one.
+    assert "restarts its 1 worker" in texts
+    assert texts <= {"restarts its 1 worker", "is stopping its workers already"}
     after = job.wait_for_world(2, after=generation_of(before))
     check_consistent_world(after)
     assert not {report["pid"] for report in before} & {report["pid"] for report in after}

@@ -251,20 +251,12 @@ def test_all_failed_checks_are_in_the_last_line(
     assert "disk space: 0 B are free in /tmp" in lines[-1]
 
 
-def test_the_builtin_check_passes_here_and_uses_less_than_five_seconds(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "elasticlib.launch.builtin_check"]
-    with subprocess.Popen(
-        [*command, "--directory", str(tmp_path)], stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        output = process.stdout.read()
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-    assert process.returncode == 0, output
+def test_the_builtin_check_passes_here(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "elasticlib.launch.builtin_check", "--directory", tmp_path]
+    check = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert check.returncode == 0, check.stdout
     for name in ("shared memory", "disk space", "loopback", "cpu product", "cpu memory"):
-        assert f"ok       {name}" in output
-    # Other programs of this machine do not count.
-    assert usage.ru_utime + usage.ru_stime < 5.0
+        assert f"ok       {name}" in check.stdout
 
 
 def test_a_job_starts_after_the_builtin_check(job: Job) -> None:
