@@ -111,7 +111,7 @@ def next_end_step(
     for delay_s, ref, name in delays:
         if quiet_s >= delay_s:
             return Put(ref, name)
-    if len(newer) < len(states) and quiet_s >= limits.settle_s and not delays:
+    if len(newer) < len(states) and quiet_s >= limits.settle_s and not (delays or problem):
         return Done()
     if problem and quiet_s >= 2 * limits.settle_s:  # Other agents write what is missing after one.
         return Done(problem)

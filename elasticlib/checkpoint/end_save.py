@@ -208,6 +208,7 @@ class StateWriter:
     ) -> None:
         node = info.rank if info else 0
         self._refs = [attrs.evolve(ref, copy=_copy_of(ref, node)) for ref in refs]
+        self._snapshots = dict(zip(self._refs, refs, strict=True))  # as they are in the memory
         self._memory, self._folder, self._is_leaving = memory, folder, is_leaving
         self._generation = info.generation if info else 0
         self._location: str | CheckpointStorage = storage or folder
@@ -352,7 +353,7 @@ class StateWriter:
     def _can_read(self, ref: StateRef) -> bool:
         """Return whether a snapshot is intact, as far as its header shows, and note its shards."""
         try:
-            with map_snapshot(self._memory, ref) as view:
+            with map_snapshot(self._memory, self._snapshots[ref]) as view:
                 if view is None:
                     return False
                 meta = read_meta(view)
@@ -423,14 +424,14 @@ class StateWriter:
         ref, folder = action.ref, folder_of(action.ref)
         # Workers of the last generation may have exited before they claimed the directory.
         self._committer.claim()
-        self._num_puts[ref] += 1
-        if self._num_puts[ref] > MAX_PUTS:
+        if self._num_puts[ref] == MAX_PUTS:
             raise CheckpointError(f"another process has deleted {folder} {MAX_PUTS} times")
-        with map_snapshot(self._memory, ref) as view:
+        with map_snapshot(self._memory, self._snapshots[ref]) as view:
             if view is None:
                 self._drop(ref)
                 return False
             is_written = self._committer.put(folder, action.name, view)
+        self._num_puts[ref] += is_written
         if ref.values and ref.values not in self._values.get(folder, ()):
             self._storage.replace(f"{folder}/{_VALUES}{ref.values}", b"")
         return is_written
