@@ -250,7 +250,7 @@ class DataDisk(DiskCalls):
 class FullDisk(DataDisk):
     """A disk without space for data files."""
 
-    def write_data(self, handle: int, data: memoryview) -> int:
+    def write_data(self, *_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
