@@ -250,8 +250,9 @@ class SnapshotSource(StateSource):
             self._allocator.begin(header)
 
     def list_states(self) -> Sequence[StateRef]:
-        """Return the snapshots of this run and name, which may be replicas."""
-        return [ref for ref in self._list() if ref.writer.run == self._header.writer.run]
+        """Return the snapshots of this run and name, which may be replicas, newest first."""
+        refs = [ref for ref in self._list() if ref.writer.run == self._header.writer.run]
+        return sorted(refs, key=lambda ref: (ref.writer.order, ref.step, ref.number), reverse=True)
 
     def view(self, ref: StateRef, part: int = 0) -> memoryview:  # noqa: ARG002 - it has one part
         """Return the memory of a snapshot, which does not change until `release`."""

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint.refs import Writer
+from elasticlib.checkpoint.refs import Writer, begin
+from elasticlib.checkpoint.snapshot_slots import SnapshotHeader
 from elasticlib.checkpoint.snapshot_source import SnapshotSource
 from elasticlib.checkpoint.storage import LocalStorage
 from elasticlib.errors import CheckpointError
@@ -42,6 +43,15 @@ def step_folder(folder: Path, step: int) -> Path:
     """Return the folder of the only checkpoint of a step."""
     (path,) = folder.glob(f"step-{step:010d}.*")
     return path
+
+
+WRITER = Writer("run", "launch", 1)
+
+
+def snapshot_header(name: str, step: int, size: int, **more: Any) -> SnapshotHeader:
+    """Return the header of a snapshot whose number is its step."""
+    fields = {"sequence": step, "writer": WRITER, "line": begin(None, WRITER), **more}
+    return SnapshotHeader(name, step, size=size, **fields)
 
 
 class GatedStorage(LocalStorage):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from managers import step_folder
 from sample_states import describe
 
 from elasticlib import CheckpointManager

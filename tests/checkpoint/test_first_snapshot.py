@@ -50,7 +50,7 @@ def read_resident_bytes(era: Path) -> dict[str, int]:
 def find_newest(era: Path) -> tuple[str, int]:
     """Return the slot and the size of the newest snapshot."""
     newest = max(snapshot_slots.list_snapshots(era.parent), key=lambda one: one.order)
-    return Path(newest.file).name, snapshot_slots.HEADER_BYTES + newest.header.size
+    return Path(newest.place).name, snapshot_slots.HEADER_BYTES + newest.size
 
 
 def list_threads() -> list[str]:

@@ -129,7 +129,7 @@ def test_slot_whose_creation_was_interrupted_at_its_end_is_not_used_again(
         write_slot(slots, 1)
     slots._slots = [*slots._slots]
     write_slot(slots, 2)
-    assert [ref.header.step for ref in snapshot_slots.list_snapshots(agent_memory)] == [2]
+    assert [ref.step for ref in snapshot_slots.list_snapshots(agent_memory)] == [2]
     slots.close()
 
 

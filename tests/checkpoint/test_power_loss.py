@@ -12,8 +12,9 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from elasticlib.checkpoint.catalog import CheckpointCatalog, Retention
-from elasticlib.checkpoint.commit import Committer, RankWriters, WriterIdentity
+from elasticlib.checkpoint.catalog import CheckpointCatalog
+from elasticlib.checkpoint.commit import Committer, RankWriters
+from elasticlib.checkpoint.refs import KeepLast, Writer, begin
 from elasticlib.checkpoint.storage import DiskCalls, LocalStorage
 
 Image = dict[str, bytes]
@@ -115,10 +116,8 @@ class RecordingDisk(DiskCalls):
 
 
 def writers(folder: Path, disk: DiskCalls | None = None) -> RankWriters:
-    writer = WriterIdentity("r", "l", 1, os.urandom(8).hex())
-    return RankWriters(
-        Committer(CheckpointCatalog(LocalStorage(folder, disk)), writer, Retention(1))
-    )
+    writer, catalog = Writer("r", "l", 1), CheckpointCatalog(LocalStorage(folder, disk))
+    return RankWriters(Committer(catalog, writer, begin(None, writer), KeepLast(1)))
 
 
 def restored(image: Image, folder: Path, place: Path) -> Iterator[tuple[int, bytes]]:

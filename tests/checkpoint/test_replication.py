@@ -17,9 +17,12 @@ import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jobs import owner_of
+from managers import snapshot_header
 
 from elasticlib import CheckpointManager, MemoryStore, Node, Script, Store, WorkerSpec
 from elasticlib.checkpoint import snapshot_slots
+from elasticlib.checkpoint.refs import StateRef, Writer, begin
 from elasticlib.checkpoint.replication import (
     CHUNK_BYTES,
     HANDSHAKE_TIMEOUT_S,
@@ -36,8 +39,6 @@ from elasticlib.checkpoint.replication import (
 from elasticlib.checkpoint.snapshot_service import NodeSnapshotService
 from elasticlib.checkpoint.snapshot_slots import (
     HEADER_BYTES,
-    SnapshotHeader,
-    SnapshotRef,
     encode_header,
 )
 from elasticlib.clock import monotonic
@@ -48,7 +49,7 @@ from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.spec import Worker, WorkerGroup
 
 SECRET = b"the secret of the job"
-OLD = SnapshotHeader("s", 1, 1, 3, "run", 1)
+OLD = snapshot_header("s", 1, 3)
 PROOF_BYTES = 32
 HELLO_BYTES = 8 + 4 + NONCE_BYTES
 
@@ -92,9 +93,10 @@ class Host:
     def snapshot(self, step: int, pack: bytes = b"x", **more: int) -> None:
         """Write a snapshot as a worker does."""
         self.sequence += 1
-        record = SnapshotHeader(
-            "s", step, self.sequence, len(pack), "run", self.info.generation, **more
-        )
+        writer = Writer("run", "launch", self.info.generation)
+        origin = {"writer": writer, "line": begin(None, writer), "sequence": self.sequence}
+        more |= {"sharded": more.get("parts", 1) > 1}
+        record = snapshot_header("s", step, len(pack), **origin, **more)
         record = attrs.evolve(record, folder=str(self.folder / "disk"))
         attempt_dir = self.attempt_dir(self.attempt)
         slots = self.slots.setdefault(record.part, snapshot_slots.SnapshotSlots(attempt_dir))
@@ -102,14 +104,15 @@ class Host:
             view[:] = pack
         snapshot_slots.wake_agent(attempt_dir)
 
-    def found(self, owner: str = "") -> list[SnapshotRef]:
+    def found(self, owner: str = "") -> list[StateRef]:
         """Return the snapshots of this node, or its replicas of another node."""
-        return [one for one in snapshot_slots.list_snapshots(self.folder) if one.owner == owner]
+        refs = snapshot_slots.list_snapshots(self.folder)
+        return [ref for ref in refs if owner_of(ref) == owner]
 
     def steps(self, owner: str) -> list[int]:
-        return [one.header.step for one in self.found(owner)]
+        return [one.step for one in self.found(owner)]
 
-    def pack(self, one: SnapshotRef) -> bytes | None:
+    def pack(self, one: StateRef) -> bytes | None:
         """Return the bytes of a snapshot, or None while its writer has it locked."""
         with snapshot_slots.map_snapshot(self.folder, one) as view:
             return None if view is None else bytes(view)
@@ -292,7 +295,8 @@ def test_each_snapshot_is_replicated_to_the_next_node_only(hosts: list[Host]) ->
         pack = wait_until("the bytes of the replica", lambda host=host, one=replica: host.pack(one))
         assert pack == large + bytes([int(previous)])
         assert not host.found(str((rank + 1) % 3))
-        assert replica.header == hosts[int(previous)].found()[0].header
+        own = hosts[int(previous)].found()[0]
+        assert attrs.evolve(replica, tier=own.tier, place=own.place) == own
     for step in (6, 7, 8):
         hosts[0].snapshot(step)
     wait_until("the newest replica", hosts[1].has("0", 8))
@@ -336,7 +340,7 @@ def test_a_snapshot_that_is_truncated_while_it_is_sent_is_not_stored(hosts: list
     store = MemoryStore()
     infos = generation(1, 2, store)
     hosts[1].begin(infos[1])
-    record, path = SnapshotHeader("s", 1, 1, 8 << 20, "run", 1), hosts[0].folder / "file"
+    record, path = snapshot_header("s", 1, 8 << 20), hosts[0].folder / "file"
     path.write_bytes(bytes(HEADER_BYTES + (4 << 20)))
     cut = pytest.raises(CheckpointError, match=f"cut to {4 << 20} of {8 << 20} bytes")
     with stream_to(store, infos[0], 1) as stream, path.open("rb") as file, cut:
@@ -380,7 +384,7 @@ def test_a_sender_that_dies_while_it_sends_leaves_the_last_complete_replica(
     store = MemoryStore()
     sender, target = generation(1, 2, store)
     hosts[1].begin(target)
-    record = SnapshotHeader("s", 2, 2, 10, "run", 1)
+    record = snapshot_header("s", 2, 10)
     with stream_to(store, sender, 1) as stream:
         assert send(stream, hosts[0].folder, OLD, b"old") == ""
         send_header(stream, record)
@@ -585,7 +589,7 @@ def test_a_replica_without_free_memory_is_rejected_and_the_next_one_is_stored(
     sender, target = generation(1, 2, store)
     hosts[1].begin(target)
     with stream_to(store, sender, 1) as stream:
-        large = SnapshotHeader("s", 1, 1, 1 << 60, "run", 1)
+        large = snapshot_header("s", 1, 1 << 60)
         reason = send(stream, hosts[0].folder, large, b"")
         assert reason.startswith(f"no memory for a replica of {1 << 60} bytes: ")
         assert send(stream, hosts[0].folder, attrs.evolve(OLD, sequence=2), b"old") == ""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from managers import GatedStorage, capture_errors
+from managers import GatedStorage, capture_errors, step_folder
 from ranks import Ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor

@@ -59,7 +59,7 @@ def test_a_manager_that_is_dropped_without_close_keeps_only_its_snapshots(
 
     wait_until("the copies to be freed", lambda: not count_mapped_files())
     found = list_snapshots(generation_memory.parent)
-    assert [one.header.step for one in found] == [1, 1, 1]
+    assert [one.step for one in found] == [1, 1, 1]
     assert len([path for path in generation_memory.iterdir() if path.is_file()]) == 3
     for number in range(3):
         with CheckpointManager(tmp_path / f"{number}") as manager:
