@@ -735,8 +735,8 @@ class CheckpointManager:
             state: a dict of names to objects with `state_dict` and `load_state_dict`, containers
                 and tensors, as they were saved. They are changed in place, see
                 `restore.restore_from`.
-            step: restore this step and no other. The newer steps are abandoned by the next `save` or
-                `snapshot`; before that, a `restore` without a step finds the newest one. A step
+            step: restore this step and no other. The next `save` or `snapshot` abandons the newer
+                steps; before that, a `restore` without a step finds the newest one. A step
                 that the job has abandoned can be given, or the name of its folder, if there are
                 several of the step.
             strict: whether it is an error if only the state, or only the checkpoint, has a name.
@@ -950,8 +950,8 @@ class CheckpointManager:
         storage, folder = self._catalog.storage, snapshot_folder()
         if folder is not None and isinstance(storage, LocalStorage | FsspecStorage):
             name = f"claimed.{zlib.crc32(os.fsencode(storage.name)):08x}"
-            with contextlib.suppress(OSError), open(os.path.join(folder, name), "w") as file:
-                file.write(storage.name)
+            with contextlib.suppress(OSError), open(os.path.join(folder, name), "wb") as file:
+                file.write(os.fsencode(storage.name))
 
     @property
     def _memory_name(self) -> str:

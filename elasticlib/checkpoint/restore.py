@@ -359,7 +359,9 @@ class StateSearch:
         launch: the launch of this job, see `refs.line_now`.
     """
 
-    def __init__(self, group: PeerGroup, sources: Sequence[StateSource], launch: str) -> None:
+    def __init__(
+        self, group: PeerGroup, sources: Sequence[StateSource], launch: str | None
+    ) -> None:
         self.group = group
         self.line: Line = ()  # that the job is on
         self.number = 0  # of this restore in rank 0
@@ -410,7 +412,8 @@ class StateSearch:
         """
         refs = [ref for refs in self._refs_by_rank for ref in refs]
         self.line = line_now(fence, refs, self._launch)
-        is_known = any(ref.tier != DISK and ref.writer.launch == self._launch for ref in refs)
+        launches = {ref.writer.launch for ref in refs if ref.tier != DISK}
+        is_known = self._launch in launches or (self._launch is None and bool(launches))
         if problem and not is_known:
             raise CheckpointError(f"rank 0 could not read which state the job continues: {problem}")
 
@@ -579,7 +582,7 @@ def restore_from(
     group: dist.ProcessGroup | None = None,
     *,
     node: str = "",
-    launch: str = "",
+    launch: str | None = None,
     step: int | str | None = None,
     strict: bool = True,
     if_unusable: IfUnusable = "raise",
@@ -608,7 +611,8 @@ def restore_from(
         group: the ranks; by default the default group, or this process alone if there is none. A
             group that transfers no CPU tensors (NCCL) must have all ranks.
         node: the name of this rank's node; by default the host name.
-        launch: the launch of this job, whose snapshots tell which state it has continued last.
+        launch: the launch of this job, whose snapshots tell which state it has continued last. The
+            default is any launch.
         step: restore this step and no other; or the folder of a checkpoint. All ranks give the same
             value.
         strict: raise on all ranks if a name is only in `state` or was only saved. If False, such

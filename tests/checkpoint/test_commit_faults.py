@@ -154,8 +154,9 @@ def assert_recoverable(folder: Path, step: int, allowed: set[int | None], what: 
     assert loaded in allowed | {NEW}, what
     save(folder, step + 1, 3)
     assert load_value(folder) == 3, what
-    assert sorted(os.listdir(folder)) == [".lock", "fence.json", f"step-{step + 1:010d}"], what
-    assert len(os.listdir(folder / f"step-{step + 1:010d}")) == 2, what
+    saved = step_folder(folder, step + 1)
+    assert sorted(os.listdir(folder)) == [".lock", "fence.json", saved.name], what
+    assert len(os.listdir(saved)) == 2, what
     return loaded
 
 

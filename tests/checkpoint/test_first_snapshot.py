@@ -49,7 +49,8 @@ def read_resident_bytes(era: Path) -> dict[str, int]:
 
 def find_newest(era: Path) -> tuple[str, int]:
     """Return the slot and the size of the newest snapshot."""
-    newest = max(snapshot_slots.list_snapshots(era.parent), key=lambda one: one.order)
+    found = snapshot_slots.list_snapshots(era.parent)
+    newest = max(found, key=lambda one: (one.writer.order, one.number))
     return Path(newest.place).name, snapshot_slots.HEADER_BYTES + newest.size
 
 

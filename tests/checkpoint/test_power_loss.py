@@ -129,9 +129,9 @@ def restored(image: Image, folder: Path, place: Path) -> Iterator[tuple[int, byt
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(content)
     shelf = CheckpointCatalog(LocalStorage(place))
-    for entry in shelf.list_entries():
-        if entry.manifest and not shelf.find_corruption(entry.manifest):
-            yield entry.step, bytes(shelf.read(entry.manifest))
+    for ref in shelf.live_refs():
+        if ref.is_usable and not shelf.find_corruption(ref):
+            yield ref.step, bytes(shelf.read(ref))
 
 
 def test_a_kill_or_a_loss_of_power_at_any_write_leaves_the_old_or_the_new_state(
@@ -160,8 +160,5 @@ def test_a_kill_or_a_loss_of_power_at_any_write_leaves_the_old_or_the_new_state(
 
 
 def restored_in(place: Path) -> Iterator[int]:
-    return (
-        entry.step
-        for entry in CheckpointCatalog(LocalStorage(place)).list_entries()
-        if entry.manifest
-    )
+    refs = CheckpointCatalog(LocalStorage(place)).live_refs()
+    return (ref.step for ref in refs if ref.is_usable)

@@ -21,8 +21,8 @@ from jobs import owner_of
 from managers import snapshot_header
 
 from elasticlib import CheckpointManager, MemoryStore, Node, Script, Store, WorkerSpec
-from elasticlib.checkpoint import snapshot_slots
-from elasticlib.checkpoint.refs import StateRef, Writer, begin
+from elasticlib.checkpoint import refs, snapshot_slots
+from elasticlib.checkpoint.refs import StateRef, Writer
 from elasticlib.checkpoint.replication import (
     CHUNK_BYTES,
     HANDSHAKE_TIMEOUT_S,
@@ -39,6 +39,7 @@ from elasticlib.checkpoint.replication import (
 from elasticlib.checkpoint.snapshot_service import NodeSnapshotService
 from elasticlib.checkpoint.snapshot_slots import (
     HEADER_BYTES,
+    SnapshotHeader,
     encode_header,
 )
 from elasticlib.clock import monotonic
@@ -94,7 +95,7 @@ class Host:
         """Write a snapshot as a worker does."""
         self.sequence += 1
         writer = Writer("run", "launch", self.info.generation)
-        origin = {"writer": writer, "line": begin(None, writer), "sequence": self.sequence}
+        origin = {"writer": writer, "line": refs.begin(None, writer), "sequence": self.sequence}
         more |= {"sharded": more.get("parts", 1) > 1}
         record = snapshot_header("s", step, len(pack), **origin, **more)
         record = attrs.evolve(record, folder=str(self.folder / "disk"))
@@ -106,8 +107,8 @@ class Host:
 
     def found(self, owner: str = "") -> list[StateRef]:
         """Return the snapshots of this node, or its replicas of another node."""
-        refs = snapshot_slots.list_snapshots(self.folder)
-        return [ref for ref in refs if owner_of(ref) == owner]
+        found = snapshot_slots.list_snapshots(self.folder)
+        return [ref for ref in found if owner_of(ref) == owner]
 
     def steps(self, owner: str) -> list[int]:
         return [one.step for one in self.found(owner)]
