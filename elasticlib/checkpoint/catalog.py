@@ -476,11 +476,17 @@ class CheckpointCatalog:
             raise CheckpointUnreadableError(
                 f"{what} needs {size} bytes of memory: {error}"
             ) from error
-        if reason := self._find_file_corruption(manifest, number, memoryview(memory)):
+        self.read_into(manifest, memoryview(memory), number)
+        return memory
+
+    def read_into(self, manifest: Manifest, buffer: memoryview, number: int = 0) -> None:
+        """Read a data file into a buffer of its size, and verify it. Raise as `read`."""
+        if reason := self._find_implausible_size(manifest, number):
+            raise self._mark_corrupt(manifest, reason)
+        if reason := self._find_file_corruption(manifest, number, buffer):
             raise self._mark_corrupt(manifest, reason)
         if len(manifest.files) == 1:
             self.record_integrity(manifest, Integrity.VERIFIED)
-        return memory
 
     def map_file(self, manifest: Manifest, number: int) -> mmap.mmap:
         """Map a data file of a `LocalStorage` into memory, copy-on-write and not verified.

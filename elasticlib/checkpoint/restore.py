@@ -38,6 +38,7 @@ from .collectives import (
     peer_group,
     raise_first_error,
 )
+from .node_reading import NodeReading
 from .pack import unpack, unpack_part
 from .per_rank import MissingValue, RankValueRule
 from .rank_digests import MAX_SHOWN_PATHS, DigestCache, StateDigest
@@ -188,6 +189,10 @@ class StateSource(abc.ABC):
     CheckpointError if it was deleted.
     """
 
+    # Ranks of one node whose sources have the same place read the same bytes of a state that is not
+    # sharded, so one of them reads for all. If it is empty, each rank reads for itself.
+    place = ""
+
     @abc.abstractmethod
     def list_states(self) -> Sequence[StoredState]:
         """Return the states in the storage that are not known to be corrupt or incomplete."""
@@ -203,6 +208,14 @@ class StateSource(abc.ABC):
     @abc.abstractmethod
     def check(self, stored: StoredState, part: int = 0) -> None:
         """Verify all bytes of a pack by their checksum, if the storage has one."""
+
+    def size_of(self, stored: StoredState) -> int:
+        """Return the size of the pack of a state. A source with a `place` has this method."""
+        raise NotImplementedError
+
+    def read_into(self, stored: StoredState, buffer: memoryview) -> None:
+        """Read and verify the pack of a state. A source with a `place` has this method."""
+        raise NotImplementedError
 
     def list_unavailable(self) -> Sequence[UnavailableStep]:
         """Return the steps that the last call of `list_states` left out."""
@@ -224,6 +237,7 @@ class DiskSource(StateSource):
         self, folder: CheckpointCatalog, prepare: Callable[[], object] = lambda: None
     ) -> None:
         self._folder, self._prepare = folder, prepare
+        self.place = folder.storage.name
         self._unavailable: list[UnavailableStep] = []
         self._manifests: dict[StoredState, Manifest] = {}  # those of the states that were read
         self._last_read: tuple[tuple[StoredState, int], memoryview] | None = None
@@ -261,6 +275,13 @@ class DiskSource(StateSource):
             self._folder.check_file(self._manifest(stored), part)
         else:
             self.view(stored, part)
+
+    def size_of(self, stored: StoredState) -> int:
+        return self._manifest(stored).files[0].size
+
+    def read_into(self, stored: StoredState, buffer: memoryview) -> None:
+        self._last_read = None
+        self._folder.read_into(self._manifest(stored), buffer)
 
     def release(self) -> None:
         self._last_read = None
@@ -462,8 +483,31 @@ class StateSearch:
         """
         return ("" if stored.kind == SHARDED_DISK else self._nodes[rank]), stored
 
+    def find_readers(
+        self, holders: Mapping[int, StoredState], places: Sequence[str]
+    ) -> dict[int, int]:
+        """Return which rank reads a state that is not sharded, for each rank that can.
+
+        It is the first rank of the node that finds the same bytes in the same place.
+
+        Args:
+            holders: what each rank reads.
+            places: the `StateSource.place` of each rank's source.
+        """
+        first: dict[Any, int] = {}
+        return {
+            rank: first.setdefault((places[rank], self.copy_id(rank, stored)), rank)
+            if places[rank]
+            else rank
+            for rank, stored in sorted(holders.items())
+        }
+
     def try_parts(
-        self, plan: RestorePlan, parts: Iterable[int], action: Callable[[int], Any]
+        self,
+        plan: RestorePlan,
+        parts: Iterable[int],
+        action: Callable[[int], Any],
+        readers: Mapping[int, int] | None = None,
     ) -> list[dict[int, Any]] | None:
         """On all ranks, run an action for parts of a state; exclude the copies for which it fails.
 
@@ -471,6 +515,8 @@ class StateSearch:
             plan: the state.
             parts: the parts that this rank is responsible for.
             action: takes the number of a part and returns a JSON value.
+            readers: the result of `find_readers`, if this rank reads for others. If it fails, the
+                copy is excluded for all of them.
 
         Returns:
             The results by rank and part; or None, on all ranks, if the action failed on any rank.
@@ -488,6 +534,11 @@ class StateSearch:
                 error_of_part = RankError(*row)
                 stored = plan.holders[part][rank]
                 self.exclude_copy(rank, stored, error_of_part.message)
+                self._excluded |= {
+                    (other, plan.holders[part][other])
+                    for other, reader in (readers or {}).items()
+                    if reader == rank
+                }
                 if error_of_part.is_unreadable:
                     unavailable = UnavailableStep(stored.step, error_of_part.message, True)
                     self._unavailable.append(unavailable)
@@ -715,20 +766,14 @@ def _fetch_replicated(
         copy or state has to be chosen.
     """
     group, step, holders = search.group, plan.key.step, plan.holders[0]
-    pack: memoryview | None = None
-
-    def read(_part: int) -> str:
-        nonlocal pack
-        stored = holders[group.rank]
-        pack = search.source(stored).view(stored)
-        search.source(stored).check(stored)
-        return _fingerprint(pack) if group.world_size > 1 else ""
-
-    digests = search.try_parts(plan, [0] if group.rank in holders else [], read)
-    if digests is None:
+    reading = NodeReading(search, plan, _fingerprint if group.world_size > 1 else lambda _: "")
+    try:
+        digests = reading.read()
+    finally:
+        reading.close()
+    if digests is None or _exclude_divergent_copies(search, holders, digests):
         return None
-    if _exclude_divergent_copies(search, holders, {r: digests[r][0] for r in sorted(holders)}):
-        return None
+    pack = reading.pack
     receivers = [rank for rank in range(group.world_size) if rank not in holders]
     sender = min(holders)
     if receivers:
