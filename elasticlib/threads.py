@@ -16,7 +16,8 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Generator
-from typing import Any, TypeVar
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar, cast
 
 from .clock import monotonic
 
@@ -65,6 +66,47 @@ def start_thread(thread: threading.Thread) -> None:
             f"{error}; threads count as processes (ulimit -u, pids.max of the cgroup): raise that "
             "limit"
         ) from error
+
+
+def run_with_limit(action: Callable[[], Result], limit_s: float, name: str) -> Result:
+    """Return the result of `action`, which a thread of its own executes.
+
+    Where no thread can be started, the calling thread executes it, without a limit.
+
+    Args:
+        action: The function. If it takes longer than `limit_s`, it goes on in its thread, and its
+            result is dropped.
+        limit_s: How many seconds it may take.
+        name: The name of the thread.
+
+    Raises:
+        TimeoutError: `action` has not ended within `limit_s` seconds.
+        BaseException: The exception of `action`.
+    """
+    # The caller takes the exception out of the queue, so that it does not refer to itself through
+    # the frames of its traceback, and frees their memory with its last reference.
+    outcome: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            outcome.put((action(), None))
+        except BaseException as error:
+            outcome.put((None, error))
+
+    try:
+        start_thread(daemon_thread(run, name))
+    except OSError:
+        return action()
+    try:
+        result, error = outcome.get(timeout=limit_s)
+    except Empty:
+        raise TimeoutError(f"it has not ended within {limit_s:g} s") from None
+    if error is None:
+        return cast(Result, result)
+    try:
+        raise error
+    finally:
+        del error
 
 
 class BackgroundQueue:

@@ -455,8 +455,7 @@ class CheckpointCatalog:
         """
         if reason := self._find_implausible_size(ref, number):
             raise self._mark_corrupt(ref, reason)
-        files = self.manifest(ref).files
-        size = files[number].size
+        size = self.manifest(ref).files[number].size
         try:
             memory = new_memory(max(1, size))
         except (OSError, OverflowError) as error:
@@ -465,11 +464,17 @@ class CheckpointCatalog:
             raise CheckpointUnreadableError(
                 f"{what} needs {size} bytes of memory: {error}"
             ) from error
-        if reason := self._find_file_corruption(ref, number, memoryview(memory)):
-            raise self._mark_corrupt(ref, reason)
-        if len(files) == 1:
-            self.record_integrity(ref, Integrity.VERIFIED)
+        self.read_into(ref, memoryview(memory), number)
         return memory
+
+    def read_into(self, ref: StateRef, buffer: memoryview, number: int = 0) -> None:
+        """Read a data file into a buffer of its size, and verify it. Raise as `read`."""
+        if reason := self._find_implausible_size(ref, number):
+            raise self._mark_corrupt(ref, reason)
+        if reason := self._find_file_corruption(ref, number, buffer):
+            raise self._mark_corrupt(ref, reason)
+        if len(self.manifest(ref).files) == 1:
+            self.record_integrity(ref, Integrity.VERIFIED)
 
     def map_file(self, ref: StateRef, number: int) -> mmap.mmap:
         """Map a data file of a `LocalStorage` into memory, copy-on-write and not verified.

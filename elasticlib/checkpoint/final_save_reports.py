@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import threading
 import zlib
@@ -14,10 +15,12 @@ import attrs
 
 from ..clock import monotonic
 from ..errors import CheckpointError
-from ..untrusted import read_json
+from ..untrusted import decompress, read_object
 from .boxes import TensorShard, read_shards
 from .final_save_plan import AgentReport, count_nodes, decode_report, encode_report
-from .storage import CheckpointStorage
+from .storage import MAX_SMALL_FILE_BYTES, CheckpointStorage
+
+log = logging.getLogger("elasticlib.checkpoint")
 
 
 class ReportExchange:
@@ -43,6 +46,7 @@ class ReportExchange:
         self._seen: dict[str, tuple[int, float]] = {}  # version of each report, and when it changed
         self._reports: dict[str, AgentReport] = {}  # of the other agents
         self._chunks: dict[str, Mapping[str, Sequence[TensorShard]]] = {}  # by agent, then by share
+        self._unread: set[str] = set()  # agents whose chunks could not be read, which was logged
 
     def publish(self, **changes: Any) -> None:
         """Change this agent's report and publish it. Raise OSError if the disk fails."""
@@ -96,13 +100,28 @@ class ReportExchange:
             if all(offer.share != share for offer in report.offers):
                 continue
             if agent not in self._chunks:
-                with contextlib.suppress(OSError, ValueError, zlib.error, CheckpointError):
-                    data = self._storage.read(self._path(f"{agent}.chunks"))
-                    rows = read_json(zlib.decompress(data)) if data else {}
-                    self._chunks[agent] = {s: read_shards({"shards": r}) for s, r in rows.items()}
+                self._read_chunks(agent)
             if share in self._chunks.get(agent, {}):
                 return self._chunks[agent][share]
         return None
+
+    def _read_chunks(self, agent: str) -> None:
+        """Read the tensor shards that an agent has published. Log once if they are damaged.
+
+        They are read again at the next call, because the agent may still be writing them.
+        """
+        try:
+            if data := self._storage.read(self._path(f"{agent}.chunks")):
+                rows = read_object(decompress(data, MAX_SMALL_FILE_BYTES))
+                self._chunks[agent] = {s: read_shards({"shards": r}) for s, r in rows.items()}
+        except (OSError, ValueError, CheckpointError) as error:
+            if agent not in self._unread:
+                self._unread.add(agent)
+                log.warning(
+                    "the list of tensor shards of agent %s is ignored until it can be read: %s; a "
+                    "state that lacks parts is not completed by its parts",
+                    *(agent, error),
+                )
 
     def finish(self, problem: str, *, is_withdrawn: bool = False) -> None:
         """Publish that this agent has finished. The last agent deletes the scratch directory.

@@ -57,7 +57,7 @@ from ..stores.authentication import (
     is_hex_digest,
     verify_proof,
 )
-from ..threads import daemon_thread
+from ..threads import daemon_thread, start_thread
 from ..untrusted import read_fields, read_json
 from .refs import StateRef
 from .snapshot_slots import (
@@ -319,20 +319,31 @@ class ReplicaReceiver:
         self._lock = threading.Lock()  # for the next two
         self._connections: dict[socket.socket, bool] = {}  # whether it is authenticated
         self._is_stopped = False
-        self._acceptor = daemon_thread(self._accept_connections, "agent-replicas-accept")
+        self._listener: socket.socket | None = None  # until `start` has found the address
+        self._acceptor: threading.Thread | None = None  # the thread that accepts connections
 
     def start(self, address: str) -> ReplicaEndpoint:
         """Listen on a free port of `address`, and return the endpoint that senders need.
 
+        If `address` is a name, this may block. Another thread may call `stop` meanwhile.
+
         Raises:
-            OSError: `address` is not an address of this node.
+            OSError: `address` is not an address of this node, or `stop` was called.
         """
         family, _, _, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-        self._listener = socket.create_server(where, family=family)
+        listener = socket.create_server(where, family=family)
         token = secrets.token_bytes(NONCE_BYTES).hex()
-        endpoint = ReplicaEndpoint(address, self._listener.getsockname()[1], token)
+        endpoint = ReplicaEndpoint(address, listener.getsockname()[1], token)
         self._key = endpoint.proof_key(self._secret)
-        self._acceptor.start()
+        with self._lock:
+            if self._is_stopped:
+                listener.close()
+                raise OSError("the generation has ended")
+            self._listener = listener
+            self._acceptor = daemon_thread(
+                partial(self._accept_connections, listener), "agent-replicas-accept"
+            )
+            start_thread(self._acceptor)
         return endpoint
 
     def stop(self) -> None:
@@ -342,16 +353,17 @@ class ReplicaReceiver:
         """
         with self._lock:
             self._is_stopped = True
-            for connection in (self._listener, *self._connections):
+            for connection in filter(None, (self._listener, *self._connections)):
                 _shut_down(connection)
-        self._acceptor.join(JOIN_TIMEOUT_S)
+        if self._acceptor is not None:
+            self._acceptor.join(JOIN_TIMEOUT_S)
 
-    def _accept_connections(self) -> None:
+    def _accept_connections(self, listener: socket.socket) -> None:
         threads: list[threading.Thread] = []
-        with self._listener:
+        with listener:
             while not self._is_stopped:
                 try:
-                    connection, _ = self._listener.accept()
+                    connection, _ = listener.accept()
                 except OSError as error:
                     if not self._is_stopped:
                         log.info("cannot accept a stream of snapshot replicas: %s", error)

@@ -13,7 +13,6 @@ No rank has a second state in memory.
 from __future__ import annotations
 
 import ctypes
-import functools
 import hashlib
 from collections.abc import (
     Callable,
@@ -27,6 +26,7 @@ from collections.abc import (
 from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import attrs
 import torch
@@ -89,8 +89,11 @@ Parameters: TypeAlias = Mapping[StatePath, Sequence[torch.Tensor]]  # of optimiz
 TRANSFER_BYTES = 2 << 20  # maximum size of one transfer between ranks
 _MAX_CACHED_BOXES = 10_000
 
-# Boxes of DTensors by what they depend on. Snapshots need the same boxes after every step.
-_local_boxes: dict[tuple[Any, ...], Box | None] = {}
+# For each mesh: the boxes of DTensors by what else they depend on, and the ranks of the mesh.
+# Snapshots need them after every step. A mesh refers to process groups, which a regroup replaces,
+# so no cache keeps a mesh alive.
+_local_boxes: WeakKeyDictionary[DeviceMesh, dict[tuple[Any, ...], Box | None]] = WeakKeyDictionary()
+_ranks_of_meshes: WeakKeyDictionary[DeviceMesh, str] = WeakKeyDictionary()
 
 
 # -- saving a part ---------------------------------------------------------------------------------
@@ -161,12 +164,13 @@ def _local_box(path: StatePath, dtensor: DTensor) -> Box | None:
             f"{format_path(path)} is a sharded tensor of partial sums: reduce it before it is saved"
         )
     mesh = dtensor.device_mesh
-    key = (dtensor.shape, dtensor.placements, mesh, tuple(mesh.get_coordinate() or ()))
-    if key not in _local_boxes:
-        if len(_local_boxes) >= _MAX_CACHED_BOXES:
-            _local_boxes.clear()
-        _local_boxes[key] = _plan_local_box(dtensor)
-    return _local_boxes[key]
+    boxes = _local_boxes.setdefault(mesh, {})
+    key = (dtensor.shape, dtensor.placements, tuple(mesh.get_coordinate() or ()))
+    if key not in boxes:
+        if len(boxes) >= _MAX_CACHED_BOXES:
+            boxes.clear()
+        boxes[key] = _plan_local_box(dtensor)
+    return boxes[key]
 
 
 def _plan_local_box(dtensor: DTensor) -> Box | None:
@@ -189,9 +193,11 @@ def _is_first_copy(dtensor: DTensor) -> bool:
     return not any(index for index, placement in positions if placement.is_replicate())
 
 
-@functools.cache
 def _mesh_ranks(mesh: DeviceMesh) -> str:
-    return format_ranks(mesh.mesh.flatten().tolist())
+    ranks = _ranks_of_meshes.get(mesh)
+    if ranks is None:
+        ranks = _ranks_of_meshes[mesh] = format_ranks(mesh.mesh.flatten().tolist())
+    return ranks
 
 
 # -- loading parts in one process ------------------------------------------------------------------

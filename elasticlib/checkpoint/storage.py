@@ -27,12 +27,13 @@ import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 
 from ..clock import monotonic
 from ..errors import CheckpointError
-from ..threads import daemon_thread
+from ..threads import daemon_thread, run_with_limit
 from ..untrusted import open_regular_file
 
 T = TypeVar("T")
@@ -50,6 +51,11 @@ MAX_READER_THREADS = min(8, len(os.sched_getaffinity(0)))  # Eight saturate any 
 LOCK_NAME = ".lock"
 LOCK_TIMEOUT_S = 60.0  # A writer holds the lock while it commits and deletes, which takes seconds.
 LOCK_POLL_INTERVAL_S = 0.05
+
+# One call of fsspec, which transfers at most a segment. Closing a file may transfer all of it.
+FSSPEC_TIMEOUT_S = 120.0
+FSSPEC_CLOSE_BYTES_PER_S = 10 << 20
+
 MAX_CREATE_ATTEMPTS = 100  # A concurrent pruner may delete a directory that has no file yet.
 
 _TEMP_NAME = re.compile(r"\.(?P<target>.+)\.[0-9a-f]{8}\.partial", re.DOTALL)
@@ -484,21 +490,31 @@ class FsspecStorage(CheckpointStorage):
     """A directory that fsspec reaches, which the extra `fsspec` installs.
 
     Only one job may write to it at a time: it has no lock, so fencing is not enforced.
+
+    Libraries behind fsspec may wait for an answer forever. So each call of fsspec runs in a thread
+    of its own, and raises TimeoutError (an OSError) when its limit expires.
+
+    Args:
+        url: the URL.
+        timeout_s: limit of each call in seconds. Closing a file has a second more for each 10 MiB.
+
+    Raises:
+        CheckpointError: the URL cannot be opened.
     """
 
     max_readers = 8
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, timeout_s: float = FSSPEC_TIMEOUT_S) -> None:
         try:
             from fsspec.core import url_to_fs  # type: ignore[import-untyped]
         except ImportError as error:
             raise CheckpointError(
                 f"{url} needs fsspec and its package for this URL: pip install 'elasticlib[fsspec]'"
             ) from error
-        self.name = url
+        self.name, self._timeout_s = url, timeout_s
         try:
             self._fs: Any
-            self._fs, self._root = url_to_fs(url)
+            self._fs, self._root = self._call("", url_to_fs, url)
         except Exception as error:
             raise CheckpointError(f"{url} cannot be opened: {error}") from error
 
@@ -516,7 +532,7 @@ class FsspecStorage(CheckpointStorage):
     def read(self, name: str) -> bytes | None:
         with self._os_errors(name):
             try:
-                return bytes(self._fs.cat_file(self._path(name)))
+                return bytes(self._call(name, self._fs.cat_file, self._path(name)))
             except FileNotFoundError:
                 return None
 
@@ -531,8 +547,8 @@ class FsspecStorage(CheckpointStorage):
         done = 0
         with self._os_errors(name):
             for segment in split_into_segments(buffer):
-                begin = start + done
-                data = self._fs.cat_file(self._path(name), start=begin, end=begin + len(segment))
+                limits = {"start": start + done, "end": start + done + len(segment)}
+                data = self._call(name, self._fs.cat_file, self._path(name), **limits)
                 segment[: len(data)] = data
                 on_chunk(segment[: len(data)])
                 done += len(data)
@@ -541,46 +557,90 @@ class FsspecStorage(CheckpointStorage):
         return done
 
     def write(self, name: str, data: memoryview) -> Checksum:
-        path, crcs = self._path(name), []
+        path = self._path(name)
         with self._os_errors(name):
-            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+            self._make_folder(name)
             try:
-                with self._fs.open(path, "wb") as file:
-                    for segment in split_into_segments(data):
-                        file.write(segment)
-                        crcs.append(zlib.crc32(segment))
+                crcs = self._write_segments(name, data)
                 self._fs.invalidate_cache()
-                size = self._fs.info(path)["size"]
+                size = self._call(name, self._fs.info, path)["size"]
                 if size != len(data):
                     raise OSError(f"{len(data)} bytes were written, but the file has {size}")
+            except TimeoutError:
+                raise  # Another call would not be answered either.
             except BaseException:
                 with contextlib.suppress(Exception):
-                    self._fs.rm_file(path)
+                    self._call(name, self._fs.rm_file, path)
                 raise
         return combine_segment_crcs(crcs)
 
     def replace(self, name: str, data: bytes) -> None:
         with self._os_errors(name):
-            path = self._path(name)
-            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-            self._fs.pipe_file(path, data)
+            self._make_folder(name)
+            self._call(name, self._fs.pipe_file, self._path(name), data)
 
     def remove(self, name: str) -> None:
         with self._os_errors(name), contextlib.suppress(FileNotFoundError):
-            self._fs.rm_file(self._path(name))
+            self._call(name, self._fs.rm_file, self._path(name))
 
     def remove_folder(self, folder: str) -> None:
         # In most object stores a directory exists only while it has files.
         with contextlib.suppress(Exception):
-            self._fs.rmdir(self._path(folder))
+            self._call(folder, self._fs.rmdir, self._path(folder))
 
     def _list(self, folder: str) -> list[dict[str, Any]]:
         with self._os_errors(folder):
             self._fs.invalidate_cache()
             try:
-                return list(self._fs.ls(self._path(folder), detail=True))
+                return list(self._call(folder, self._fs.ls, self._path(folder), detail=True))
             except FileNotFoundError:
                 return []
+
+    def _make_folder(self, name: str) -> None:
+        """Create the directory of a file, where the object store has directories."""
+        folder = self._path(name).rpartition("/")[0]
+        self._call(name, self._fs.makedirs, folder, exist_ok=True)
+
+    def _write_segments(self, name: str, data: memoryview) -> list[int]:
+        """Write a file, and return the CRC-32 of each segment."""
+        file, crcs = self._call(name, self._fs.open, self._path(name), "wb"), []
+        close_s = self._timeout_s + len(data) / FSSPEC_CLOSE_BYTES_PER_S
+        try:
+            for segment in split_into_segments(data):
+                self._call(name, file.write, segment)
+                crcs.append(zlib.crc32(segment))
+        except TimeoutError:
+            raise
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self._call(name, file.close, limit_s=close_s)
+            raise
+        self._call(name, file.close, limit_s=close_s)
+        return crcs
+
+    def _call(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        *args: Any,
+        limit_s: float | None = None,
+        **options: Any,
+    ) -> Any:
+        """Return the result of a function of fsspec that is called for a file or directory.
+
+        Raises:
+            TimeoutError: it has not returned within the limit.
+        """
+        limit_s = self._timeout_s if limit_s is None else limit_s
+        try:
+            return run_with_limit(partial(function, *args, **options), limit_s, "elasticlib-fsspec")
+        except TimeoutError as error:
+            what = getattr(function, "__name__", "a call")
+            raise TimeoutError(
+                errno.ETIMEDOUT,
+                f"{self.name}/{name}: {what} was not answered ({error}): check the network and the"
+                " object store",
+            ) from error
 
     def _path(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}".rstrip("/")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import tracemalloc
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -204,3 +206,30 @@ def test_report_is_published_after_an_error_of_the_disk(tmp_path: Path) -> None:
         own.publish(problem="first")
     own.publish(problem="second")
     assert other.read()["a"].problem == "second"
+
+
+def test_list_of_shards_that_grows_when_decompressed_is_ignored_with_one_log_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    offer = PartOffer(SnapshotState(1, 3, 2, True), 0, "share")
+    own, other = (ReportExchange(LocalStorage(tmp_path), "s", agent, 2) for agent in "ab")
+    other.publish(offers=(offer,))
+    chunks = [TensorShard("w", "float32", (8,), Box((0,), (4,)))]
+    other.publish_chunks({"share": chunks})
+    path = tmp_path / "s" / "b.chunks"
+    valid = path.read_bytes()
+    bomb = zlib.compress(b" " * (300 << 20))
+    tracemalloc.start()
+    try:
+        for hostile in (bomb, valid[:-1], b"x" + valid, zlib.compress(b"[]")):
+            path.write_bytes(hostile)
+            assert own.load_chunks("share") is None
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 150 << 20  # decompressing is limited to 64 MiB, and its buffer grows twofold
+    [line] = [record.message for record in caplog.records]
+    assert "agent b is ignored" in line
+    assert "when decompressed" in line
+    path.write_bytes(valid)
+    assert own.load_chunks("share") == chunks

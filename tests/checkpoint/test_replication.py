@@ -8,6 +8,8 @@ import os
 import secrets
 import shutil
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -629,13 +631,58 @@ def test_a_node_that_cannot_find_its_own_address_continues_without_replicas(
     hosts[0].service = hosts[0].create_service("")
     unknown = RendezvousStoreInfo("node0.invalid", 1)
     hosts[0].begin(attrs.evolve(generation(1, 2, MemoryStore())[0], bootstrap_store_info=unknown))
-    assert "it cannot find its own address" in caplog.text
+    wait_until("the warning", lambda: "it cannot find its own address" in caplog.text)
     hosts[0].snapshot(1)
     infos = generation(2, 2, MemoryStore())
     hosts[1].begin(infos[1])
     hosts[0].begin(infos[0])
     hosts[0].snapshot(2)
     wait_until("the replica", hosts[1].has("0", 2))
+
+
+# A name server that takes each query and answers none, in place of the one of this machine. The
+# program is the agent's part of a generation whose first node is given by its name.
+WITHOUT_ANSWERS = """
+set -e
+ip link set lo up
+cp "$1" "$2/resolv.conf"
+mount --bind "$2/resolv.conf" /etc/resolv.conf
+shift 2
+exec "$@"
+"""
+BEGIN_WITH_A_NAME = """
+import socket, sys, threading
+sys.path[:0] = sys.argv[2:]
+from pathlib import Path
+import attrs
+from test_replication import Host, MemoryStore, RendezvousStoreInfo, generation
+names = socket.socket(type=socket.SOCK_DGRAM)
+names.bind(("127.0.0.1", 53))
+host = Host(Path(sys.argv[1]))
+host.service = host.create_service("")
+name = RendezvousStoreInfo("node0.example", 1)
+host.begin(attrs.evolve(generation(1, 2, MemoryStore())[0], bootstrap_store_info=name))
+print("begun", flush=True)
+names.settimeout(60)
+names.recv(512)
+host.service.close(flush=False)
+print("asked and closed", flush=True)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can change what is mounted")
+def test_the_loop_of_an_agent_does_not_wait_for_a_name_server_that_does_not_answer(
+    tmp_path: Path,
+) -> None:
+    config = tmp_path / "config"
+    # The C library waits 30 s for each of 5 attempts.
+    config.write_text("nameserver 127.0.0.1\noptions timeout:30 attempts:5\n")
+    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    python = [sys.executable, "-c", BEGIN_WITH_A_NAME, str(tmp_path / "host"), *folders]
+    shell = ["bash", "-c", WITHOUT_ANSWERS, "bash", str(config), str(tmp_path)]
+    command = ["unshare", "--mount", "--net", "--propagation", "private", *shell, *python]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.stdout.split("\n")[:2] == ["begun", "asked and closed"], done.stderr
 
 
 def test_snapshots_are_written_to_the_disk_if_the_run_ends_early_and_not_after_success(
