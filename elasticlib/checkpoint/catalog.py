@@ -25,12 +25,15 @@ import attrs
 
 from ..errors import CheckpointCorruptError, CheckpointError, CheckpointUnreadableError, ConfigError
 from ..untrusted import IrregularFileError, open_regular_file, read_fields, read_object
-from .safetensors_header import PREFIX_BYTES, read_size
+from .safetensors_header import read_head, read_size
 from .storage import (
+    CHECKSUM_BYTES,
     SEGMENT_BYTES,
     CheckpointStorage,
+    Checksum,
     FileTooLargeError,
     OnChunk,
+    encode_checksum,
     ignore_chunk,
     new_memory,
     read_with_checksum,
@@ -68,7 +71,7 @@ class DataFile:
 
     name: str  # in the checkpoint's directory
     size: int  # bytes
-    checksum: int  # see `storage.checksum`
+    checksum: int  # of all but the last 8 bytes, see `storage.checksum`
 
 
 @attrs.frozen
@@ -443,7 +446,8 @@ class CheckpointCatalog:
         try:
             corruption = self.find_corruption(entry.manifest, on_chunk)
         except CheckpointUnreadableError as error:
-            return attrs.evolve(entry, corruption=str(error.__cause__), is_unreadable=True)
+            reason = str(error.__cause__ or error)
+            return attrs.evolve(entry, corruption=reason, is_unreadable=True)
         return attrs.evolve(entry, corruption=corruption or "")
 
     def verify(self, step: int | None = None) -> dict[int, str]:
@@ -508,8 +512,7 @@ class CheckpointCatalog:
             CheckpointCorruptError: the file is missing, or does not begin like a pack.
             CheckpointUnreadableError: the file cannot be read.
         """
-        _, size = read_size(self._read_start(manifest, number, PREFIX_BYTES))
-        return self._read_start(manifest, number, size)
+        return read_head(partial(self._read_start, manifest, number))
 
     def _read_start(self, manifest: Manifest, number: int, size: int) -> bytes:
         """Return the first `size` bytes of a data file, or fewer if it is shorter."""
@@ -539,7 +542,7 @@ class CheckpointCatalog:
         if file.size <= SEGMENT_BYTES:
             return None
         try:
-            size, _ = read_size(self._read_start(manifest, number, PREFIX_BYTES))
+            size = read_size(self.read_header(manifest, number))
         except CheckpointCorruptError as error:
             return f"{file.name}: {error}"
         return None if size == file.size else f"the header of {file.name} says {size} bytes"
@@ -560,7 +563,13 @@ class CheckpointCatalog:
         try:
             with self._translate_read_errors(manifest):
                 return find_difference(
-                    file, read, into, max_threads=self.storage.max_readers, on_chunk=on_chunk
+                    file.name,
+                    file.size,
+                    read,
+                    into,
+                    expected=file.checksum,
+                    max_threads=self.storage.max_readers,
+                    on_chunk=on_chunk,
                 )
         except FileNotFoundError:
             return f"{file.name} is missing"
@@ -653,33 +662,40 @@ class CheckpointCatalog:
 
 
 def find_difference(
-    file: DataFile,
+    name: str,
+    size: int,
     read: Callable[[memoryview, int, OnChunk], int],
     into: memoryview | None = None,
     *,
+    expected: Checksum | None = None,
     max_threads: int = 1,
     on_chunk: OnChunk = ignore_chunk,
 ) -> str | None:
-    """Read a file and compare it with its expected size and checksum.
+    """Read a data file and compare it with its expected size and checksum.
 
     Args:
-        file: the expected name, size and checksum.
+        name: the name of the file, for the description.
+        size: its expected size.
         read: reads a segment; see `storage.read_with_checksum`.
         into: receives the bytes. Without it they are only compared.
+        expected: the checksum. If None, only the one at the end of the file is compared.
         max_threads: how many threads read at once.
         on_chunk: receives each chunk that was read.
 
     Returns:
         A description of the difference, or None if there is none.
     """
-    count, checksum = read_with_checksum(
-        read, file.size, into, max_threads=max_threads, on_chunk=on_chunk
+    if size <= CHECKSUM_BYTES:
+        return f"{name} has {size} bytes, and a data file ends with {CHECKSUM_BYTES} of checksum"
+    count, checksum, end = read_with_checksum(
+        read, size, into, max_threads=max_threads, on_chunk=on_chunk
     )
-    if count != file.size:
-        return f"{file.name} has {count} of {file.size} bytes"
-    if checksum != file.checksum:
-        expected = f"{file.checksum:08x}"
-        return f"{file.name} must have the checksum {expected}, but its bytes give {checksum:08x}"
+    if count != size:
+        return f"{name} has {count} of {size} bytes"
+    if expected not in (checksum, None):
+        return f"{name} must have the checksum {expected:08x}, but its bytes give {checksum:08x}"
+    if end != encode_checksum(checksum):
+        return f"{name} ends with {end!r}, which is not the checksum {checksum:08x} of its bytes"
     return None
 
 

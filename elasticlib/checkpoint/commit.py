@@ -48,7 +48,7 @@ from .catalog import (
     step_of,
     strip_checksum,
 )
-from .storage import FileTooLargeError, temp_target
+from .storage import CHECKSUM_BYTES, FileTooLargeError, temp_target
 
 if TYPE_CHECKING:
     from .collectives import PeerGroup
@@ -60,7 +60,7 @@ _SCRATCH = "final-save."  # see final_save.py
 FENCE_FORMAT = 2
 MAX_REVOKED_LAUNCHES = 64  # The file stays small, and older launches no longer run.
 
-_DATA_NAME = re.compile(r"(?:state|part-[0-9]+)\.([0-9a-f]{16})\.[0-9]+\.pack")
+_DATA_NAME = re.compile(r"(?:state|part-[0-9]+)\.([0-9a-f]{16})\.[0-9]+\.safetensors")
 NOT_WRITABLE_ERRORS = {
     errno.ENOSPC,
     errno.EDQUOT,
@@ -195,7 +195,7 @@ def data_name(kind: str, token: str, number: int) -> str:
         token: the token of the writer that commits the file.
         number: the number of the save.
     """
-    return f"{kind}.{token}.{number}.pack"
+    return f"{kind}.{token}.{number}.safetensors"
 
 
 def scratch_prefix(writer: WriterIdentity) -> str:
@@ -291,7 +291,9 @@ class Committer:
         """
         folder = folder_of(step)
         with self._translate_errors(f"could not be written to {folder}"):
-            return DataFile(name, len(data), self._storage.write(f"{folder}/{name}", data))
+            # The storage writes the checksum in the place of the last entry of the pack.
+            checksum = self._storage.write(f"{folder}/{name}", data[:-CHECKSUM_BYTES])
+            return DataFile(name, len(data), checksum)
 
     def commit(
         self,

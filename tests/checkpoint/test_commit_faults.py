@@ -117,7 +117,7 @@ def later_save(folder: Path) -> tuple[int, set[int | None]]:
     save(folder, 6, OLD)
     left = folder / "step-0000000007"
     left.mkdir()
-    (left / "state.0123456789abcdef.1.pack").write_bytes(b"half")
+    (left / "state.0123456789abcdef.1.safetensors").write_bytes(b"half")
     (left / ".manifest.json.01234567.partial").write_bytes(b"half")
     (folder / ".fence.json.01234567.partial").write_bytes(b"half")
     return 7, {OLD}

@@ -25,7 +25,7 @@ def test_an_older_generation_cannot_prune(tmp_path: Path) -> None:
 
 
 def truncate_data(folder: Path) -> None:
-    pack = next(folder.glob("*.pack"))
+    pack = next(folder.glob("*.safetensors"))
     pack.write_bytes(pack.read_bytes()[:-1])
 
 

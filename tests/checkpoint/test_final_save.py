@@ -94,9 +94,9 @@ def test_step_that_has_a_checkpoint_is_written_again_only_if_the_checkpoint_is_c
     host: Host, checkpoints: Path
 ) -> None:
     saved(checkpoints, 7)
-    (data,) = checkpoints.glob("step-*/state.*.pack")
+    (data,) = checkpoints.glob("step-*/state.*.safetensors")
     assert host.keep(6).save() == host.keep(7).save() == ""
-    assert list(checkpoints.glob("step-*/state.*.pack")) == [data]
+    assert list(checkpoints.glob("step-*/state.*.safetensors")) == [data]
     damaged = bytearray(data.read_bytes())
     damaged[-1] ^= 1
     data.write_bytes(damaged)
@@ -242,7 +242,7 @@ class DataDisk(DiskCalls):
 
     def create(self, path: str) -> int:
         handle = super().create(path)
-        is_data = path.endswith(".pack")
+        is_data = path.endswith(".safetensors")
         self._data_files = self._data_files - {handle} | ({handle} if is_data else set())
         return handle
 
@@ -275,7 +275,7 @@ def test_one_node_writes_a_common_state_and_another_one_if_its_disk_is_full(
         # Nothing is lost, so no node reports a problem.
         assert [result.result(60) for result in results] == ["", "", ""]
     assert CheckpointManager(checkpoints).verify() == {}
-    assert len(list(checkpoints.glob("step-*/state.*.pack"))) == 1
+    assert len(list(checkpoints.glob("step-*/state.*.safetensors"))) == 1
 
 
 class SlowDisk(DataDisk):
@@ -312,7 +312,7 @@ def test_a_node_that_reports_late_does_not_write_a_common_state_again(
         assert late.is_reporting.wait(60)
         assert hosts[1].save(infos[1], slow) == first.result(60) == ""
     assert CheckpointManager(checkpoints).verify() == {}
-    assert len(list(checkpoints.glob("step-*/state.*.pack"))) == 1
+    assert len(list(checkpoints.glob("step-*/state.*.safetensors"))) == 1
 
 
 class FlakyDisk(DiskCalls):
@@ -446,7 +446,7 @@ def test_slow_writer_is_not_replaced_while_it_renews_its_report(
         assert not wait(results, timeout=1.5).done
         disk.is_released.set()
         assert [result.result(60) for result in results] == ["", ""]
-    assert len(list(checkpoints.glob("step-*/state.*.pack"))) == 1
+    assert len(list(checkpoints.glob("step-*/state.*.safetensors"))) == 1
     assert not list(checkpoints.glob("final-save.*"))
 
 

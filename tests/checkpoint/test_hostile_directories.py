@@ -224,7 +224,7 @@ def test_a_pipe_or_directory_in_the_place_of_a_file_blocks_nothing(
 ) -> None:
     save(tmp_path / "a", 1, 2)
     save(tmp_path / "b", 1, 2)
-    (data,) = step_folder(tmp_path / "a", 2).glob("*.pack")
+    (data,) = step_folder(tmp_path / "a", 2).glob("*.safetensors")
     for path in (data, step_folder(tmp_path / "b", 2) / MANIFEST_NAME):
         path.unlink()
         replace(path)
@@ -271,7 +271,7 @@ def test_a_data_file_that_was_extended_to_4_tib_is_skipped(
     tmp_path: Path, is_in_manifest: bool
 ) -> None:
     save(tmp_path, 1, 2)
-    (pack,) = step_folder(tmp_path, 2).glob("*.pack")
+    (pack,) = step_folder(tmp_path, 2).glob("*.safetensors")
     os.truncate(pack, 4 << 40)
     path = step_folder(tmp_path, 2) / MANIFEST_NAME
     if is_in_manifest:

@@ -119,7 +119,7 @@ def test_each_damaged_byte_is_detected_and_the_older_checkpoint_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     saved(tmp_path, 1, 2).close()
-    (path,) = (tmp_path / "step-0000000002").glob("state.*.pack")
+    (path,) = (tmp_path / "step-0000000002").glob("state.*.safetensors")
     intact = path.read_bytes()
     manager = CheckpointManager(tmp_path)
     for data in damaged(intact, 41):
@@ -345,7 +345,10 @@ def test_pruning_does_not_delete_the_files_of_a_live_writer(tmp_path: Path) -> N
     live.claim()
     (folder := tmp_path / "step-0000000001").mkdir()
     token = token_of(tmp_path)
-    own_file, orphan = folder / f"state.{token}.9.pack", folder / "state.0123456789abcdef.1.pack"
+    own_file, orphan = (
+        folder / f"state.{token}.9.safetensors",
+        folder / "state.0123456789abcdef.1.safetensors",
+    )
     for path in (own_file, orphan):
         path.write_bytes(b"half")
     CheckpointManager(tmp_path, keep_last=1).prune()
@@ -359,7 +362,7 @@ def test_a_writer_that_lost_the_fence_cannot_prune(tmp_path: Path) -> None:
     old.claim()
     new.claim()
     (folder := tmp_path / "step-0000000001").mkdir()
-    own_file = folder / f"state.{token_of(tmp_path)}.1.pack"
+    own_file = folder / f"state.{token_of(tmp_path)}.1.safetensors"
     own_file.write_bytes(b"half")
     with pytest.raises(CheckpointFencedError, match=r"pruned.*generation 2"):
         old.prune()

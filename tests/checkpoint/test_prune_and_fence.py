@@ -138,11 +138,20 @@ def test_a_changed_or_deleted_fence_is_detected() -> None:
 def test_orphans_are_files_without_a_manifest_or_a_live_writer() -> None:
     live, dead = "0" * 16, "f" * 16
     names = [
-        *("manifest.json", "notes.txt", f"state.{live}.1.pack", f"part-00001.{live}.2.pack"),
-        *(f"state.{dead}.1.pack", f"part-00001.{dead}.2.pack", ".manifest.json.0123abcd.partial"),
+        *(
+            "manifest.json",
+            "notes.txt",
+            f"state.{live}.1.safetensors",
+            f"part-00001.{live}.2.safetensors",
+        ),
+        *(
+            f"state.{dead}.1.safetensors",
+            f"part-00001.{dead}.2.safetensors",
+            ".manifest.json.0123abcd.partial",
+        ),
     ]
-    named = {"manifest.json", f"state.{dead}.1.pack"}
-    gone = [f"part-00001.{dead}.2.pack", ".manifest.json.0123abcd.partial"]
+    named = {"manifest.json", f"state.{dead}.1.safetensors"}
+    gone = [f"part-00001.{dead}.2.safetensors", ".manifest.json.0123abcd.partial"]
     sizes = dict.fromkeys(names, 1)
     assert sorted(orphaned_files(sizes, named, live)) == sorted(gone)
     assert len(orphaned_files(sizes, named, "")) == 4
@@ -150,7 +159,7 @@ def test_orphans_are_files_without_a_manifest_or_a_live_writer() -> None:
 
 MANIFEST = Manifest(
     step=12,
-    files=(DataFile("state.pack", 5, 7), DataFile("b", 0, 0)),
+    files=(DataFile("state.safetensors", 5, 7), DataFile("b", 0, 0)),
     num_parts=2,
     run_id="job \u00e9 1",
     incarnation="l",

@@ -195,7 +195,7 @@ def save_sharded(folder: Path, shape: tuple[int, ...]) -> tuple[int, int]:
         state["w"].to_local().zero_()
         assert manager.restore(state, step=4)
         assert torch.equal(state["w"].full_tensor(), torch.arange(800_000.0))
-    return num_slots, sum(file.stat().st_size for file in (folder / "disk").rglob("*.pack"))
+    return num_slots, sum(file.stat().st_size for file in (folder / "disk").rglob("*.safetensors"))
 
 
 def test_a_rank_copies_its_part_once_unless_other_ranks_save_much_of_it(

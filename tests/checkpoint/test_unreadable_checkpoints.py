@@ -139,7 +139,7 @@ def test_checkpoint_of_a_newer_format_is_neither_deleted_nor_skipped(tmp_path: P
         save(manager, 1)
     newer = tmp_path / folder_of(2)
     newer.mkdir()
-    data = encode_manifest(Manifest(2, (DataFile("state.pack", 1, 0),)))
+    data = encode_manifest(Manifest(2, (DataFile("state.safetensors", 1, 0),)))
     body = data.rpartition(b"\ncrc32")[0].replace(b'"format":4', b'"format":9')
     (newer / MANIFEST_NAME).write_bytes(append_checksum(body))
     with CheckpointManager(tmp_path, keep_last=1) as manager:

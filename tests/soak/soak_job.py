@@ -206,7 +206,7 @@ class SoakJob:
     def newest_checkpoint_file(self) -> Path:
         """Return the largest file of the newest checkpoint."""
         manifests = sorted(self.checkpoints.glob("step-*/manifest.json"))
-        files = manifests[-1].parent.glob("*.pack")
+        files = manifests[-1].parent.glob("*.safetensors")
         return max(files, key=lambda path: path.stat().st_size)
 
     # -- nodes and processes --------------------------------------------------------------------
