@@ -57,7 +57,7 @@ from .refs import (
     on_line,
     parse_folder_name,
 )
-from .storage import temp_target
+from .storage import CHECKSUM_BYTES, temp_target
 
 if TYPE_CHECKING:
     from .collectives import PeerGroup
@@ -193,7 +193,9 @@ class Committer:
             CheckpointError: the disk failed.
         """
         with self._translate_errors(f"could not be written to {folder}"):
-            return DataFile(name, len(data), self._storage.write(f"{folder}/{name}", data))
+            # The storage writes the checksum in the place of the last entry of the pack.
+            checksum = self._storage.write(f"{folder}/{name}", data[:-CHECKSUM_BYTES])
+            return DataFile(name, len(data), checksum)
 
     def commit(
         self,
@@ -305,9 +307,9 @@ class Committer:
             CheckpointError: the disk failed.
         """
         path = f"{ref.place}/{PIN_NAME}"
-        with self._translate_errors("could not be pinned"), contextlib.suppress(FileExistsError):
+        with self._translate_errors("could not be pinned"):
             if pin:
-                self._storage.write(path, memoryview(b""))
+                self._storage.replace(path, b"")
             else:
                 self._storage.remove(path)
 

@@ -18,7 +18,7 @@ from ..errors import CheckpointError
 from ..untrusted import decompress, read_object
 from .boxes import TensorShard, read_shards
 from .final_save_plan import AgentReport, count_nodes, decode_report, encode_report
-from .storage import MAX_SMALL_FILE_BYTES, CheckpointStorage
+from .storage import CHECKSUM_BYTES, MAX_SMALL_FILE_BYTES, CheckpointStorage
 
 log = logging.getLogger("elasticlib.checkpoint")
 
@@ -82,7 +82,7 @@ class ReportExchange:
             agent, _, version = name.partition(".")
             last_version, _ = self._seen.get(agent, (0, now))
             if agent != self._agent and version.isdecimal() and int(version) > last_version:
-                report = decode_report(self._storage.read(self._path(name)) or b"")
+                report = decode_report(self._read(name) or b"")
                 if report is not None:
                     self._seen[agent], self._reports[agent] = (int(version), now), report
         found = {self._agent: self.mine}
@@ -147,6 +147,10 @@ class ReportExchange:
                 for name in self._storage.list_files(self._directory):
                     self._storage.remove(self._path(name))
                 self._storage.remove_folder(self._directory)
+
+    def _read(self, name: str) -> bytes | None:
+        data = self._storage.read(self._path(name))
+        return data and data[:-CHECKSUM_BYTES]  # `write` has added a checksum.
 
     def _path(self, name: str) -> str:
         return f"{self._directory}/{name}"

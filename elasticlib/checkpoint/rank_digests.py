@@ -28,12 +28,11 @@ import attrs
 import torch
 
 from ..errors import CheckpointError
-from .safetensors_header import round_up
+from .safetensors_header import compact_json, round_up
 from .state_tree import (
     FlatState,
     StatePath,
     StructurePart,
-    encode_plain_values,
     format_path,
     structure_parts,
 )
@@ -139,7 +138,7 @@ def _structure_rows(parts: Sequence[StructurePart]) -> bytes:
 
 def _value_rows(values: Sequence[Any]) -> bytes:
     group = _group_size(len(values))
-    texts = (encode_plain_values(values[at : at + group]) for at in range(0, len(values), group))
+    texts = (compact_json(values[at : at + group]) for at in range(0, len(values), group))
     return array("I", [zlib.crc32(text.encode()) for text in texts]).tobytes()
 
 

@@ -38,7 +38,6 @@ import shutil
 import socket
 import struct
 import threading
-import zlib
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -73,6 +72,7 @@ from .snapshot_slots import (
     read_snapshot_header,
     wake_agent,
 )
+from .storage import CHECKSUM_BYTES, RunningChecksum
 
 log = logging.getLogger("elasticlib.checkpoint")
 
@@ -159,7 +159,7 @@ def endpoint_key(exchange_prefix: str, rank: int) -> str:
 
 # -- the stream ------------------------------------------------------------------------------------
 
-_MAGIC = b"ELREPL5\n"
+_MAGIC = b"ELREPL6\n"
 _HELLO = struct.Struct(f">8sI{NONCE_BYTES}s")
 _PROOF_BYTES = hashlib.sha256().digest_size
 
@@ -231,35 +231,38 @@ def send_snapshot(connection: socket.socket, handle: int, header: SnapshotHeader
     connection.sendall(encode_header(header).ljust(HEADER_BYTES, b"\0"))
     if reason := _receive_reply(connection):
         return reason
-    crc32, offset = 0, HEADER_BYTES
-    for chunk in iter_chunks(handle, header.size, CHUNK_BYTES):
-        crc32 = zlib.crc32(chunk, crc32)
+    checksum, offset = RunningChecksum(), HEADER_BYTES
+    # The last entry of the pack is the checksum of what precedes it, and is zero in this memory.
+    for chunk in iter_chunks(handle, header.size - CHECKSUM_BYTES, CHUNK_BYTES):
+        checksum.add(chunk)
         end = offset + len(chunk)
         while offset < end:
             sent = os.sendfile(connection.fileno(), handle, offset, end - offset)
             if not sent:
                 raise CheckpointError("the snapshot was truncated while it was sent")
             offset += sent
-    connection.sendall(crc32.to_bytes(4, "big"))
+    connection.sendall(checksum.encode())
     return _receive_reply(connection)
 
 
 def receive_data(connection: socket.socket, view: memoryview) -> None:
-    """Receive the data of a snapshot, and write it to `view`.
+    """Receive the pack of a snapshot, and write it to `view`.
 
     Raises:
         OSError: The stream broke.
         CheckpointError: The data does not have the checksum that the sender calculated.
     """
-    crc32 = 0
-    for offset in range(0, len(view), CHUNK_BYTES):
-        chunk = view[offset : offset + CHUNK_BYTES]
+    data, end = view[:-CHECKSUM_BYTES], view[-CHECKSUM_BYTES:]
+    checksum = RunningChecksum()
+    for offset in range(0, len(data), CHUNK_BYTES):
+        chunk = data[offset : offset + CHUNK_BYTES]
         _receive_into(connection, chunk)
-        crc32 = zlib.crc32(chunk, crc32)
-    expected = int.from_bytes(_receive(connection, 4), "big")
-    if crc32 != expected:
+        checksum.add(chunk)
+    _receive_into(connection, end)
+    if bytes(end) != checksum.encode():
         raise CheckpointError(
-            f"the replica was corrupted in transit: its CRC-32 is {crc32:08x}, not {expected:08x}"
+            f"the replica was corrupted in transit: its checksum is {checksum.encode()!r}, not "
+            f"{bytes(end)!r}"
         )
 
 

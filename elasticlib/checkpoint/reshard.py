@@ -141,7 +141,17 @@ def plan_part_layout(
         rows.append(shard.to_row())
         meta["own"] = flat.own.text
     has_rest = has_rest or has_own_rest(flat)
-    return layouts.plan(flat, meta, PackShards(tensors, list(boxes), has_rest))
+    meshes = {path: _partial_mesh(dtensor) for path, dtensor in flat.shards.items()}
+    shards = PackShards(
+        tensors,
+        offsets=[row[3] for row in rows],
+        meshes=[meshes.get(path, "") for path in tensors],
+        paths=list(boxes),
+        has_rest=has_rest,
+        # Of a pipeline stage, what is not sharded belongs to the stage, too.
+        rest_mesh=next(iter(meshes.values()), "") if all(meshes.values()) else "",
+    )
+    return layouts.plan(flat, meta, shards)
 
 
 def has_own_rest(flat: FlatState) -> bool:
@@ -191,6 +201,12 @@ def _is_first_copy(dtensor: DTensor) -> bool:
     coordinate = dtensor.device_mesh.get_coordinate() or ()
     positions = zip(coordinate, dtensor.placements, strict=True)
     return not any(index for index, placement in positions if placement.is_replicate())
+
+
+def _partial_mesh(dtensor: DTensor) -> str:
+    """Return the ranks that share a tensor, or "" if all ranks of the job do."""
+    mesh = dtensor.device_mesh
+    return "" if mesh.size() == torch.distributed.get_world_size() else _mesh_ranks(mesh)
 
 
 def _mesh_ranks(mesh: DeviceMesh) -> str:

@@ -242,7 +242,7 @@ class DataDisk(DiskCalls):
 
     def create(self, path: str) -> int:
         handle = super().create(path)
-        is_data = path.endswith(".pack")
+        is_data = path.endswith(".safetensors")
         self._data_files = self._data_files - {handle} | ({handle} if is_data else set())
         return handle
 

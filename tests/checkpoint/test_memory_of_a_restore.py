@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from managers import step_folder
 from ranks import Ranks
 from restored_memory import make_state, restore
 
@@ -62,7 +63,7 @@ def test_a_rank_that_cannot_reach_the_memory_of_another_reads_for_itself(
 def test_a_damaged_checkpoint_is_read_once_and_all_ranks_use_the_one_before(
     ranks: Ranks, checkpoints: Path
 ) -> None:
-    [path] = (checkpoints / "step-0000000002").glob("state.*")
+    [path] = step_folder(checkpoints, 2).glob("state.*")
     with path.open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\1")
@@ -76,6 +77,6 @@ def test_a_damaged_checkpoint_is_read_once_and_all_ranks_use_the_one_before(
 
 
 def test_a_checkpoint_that_is_cut_is_skipped(ranks: Ranks, checkpoints: Path) -> None:
-    [path] = (checkpoints / "step-0000000002").glob("state.*")
+    [path] = step_folder(checkpoints, 2).glob("state.*")
     os.truncate(path, path.stat().st_size // 2)
     assert restored(ranks.run(restore, 2, checkpoints, SIZE, {})) == [[1, 1.0, 1.0]] * 2

@@ -15,7 +15,7 @@ from pathlib import Path
 from elasticlib.checkpoint.catalog import CheckpointCatalog
 from elasticlib.checkpoint.commit import Committer, RankWriters
 from elasticlib.checkpoint.refs import KeepLast, Writer, begin
-from elasticlib.checkpoint.storage import DiskCalls, LocalStorage
+from elasticlib.checkpoint.storage import CHECKSUM_BYTES, DiskCalls, LocalStorage
 
 Image = dict[str, bytes]
 
@@ -131,7 +131,7 @@ def restored(image: Image, folder: Path, place: Path) -> Iterator[tuple[int, byt
     shelf = CheckpointCatalog(LocalStorage(place))
     for ref in shelf.live_refs():
         if ref.is_usable and not shelf.find_corruption(ref):
-            yield ref.step, bytes(shelf.read(ref))
+            yield ref.step, bytes(shelf.read(ref))[:-CHECKSUM_BYTES]
 
 
 def test_a_kill_or_a_loss_of_power_at_any_write_leaves_the_old_or_the_new_state(
@@ -146,14 +146,14 @@ def test_a_kill_or_a_loss_of_power_at_any_write_leaves_the_old_or_the_new_state(
     )
     for step, data, older in commits:
         disk = RecordingDisk(folder)
-        writers(folder, disk).write(step, memoryview(data))
+        writers(folder, disk).write(step, memoryview(data + bytes(CHECKSUM_BYTES)))
         assert len(disk.images) > 6
         seen = set()
         for image in disk.images:
             newest = next(restored(image, folder, place), None)
             assert newest in (older, (step, data)), (newest, list(image))
             seen.add(newest)
-            writers(place).write(3, memoryview(b"next"))
+            writers(place).write(3, memoryview(b"next of step"))
             assert list(restored_in(place)) == [3]
         assert seen == {older, (step, data)}
         assert next(restored(disk.images[-1], folder, place)) == (step, data)
