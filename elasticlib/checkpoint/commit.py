@@ -8,9 +8,7 @@ The order of a commit makes it atomic: unique data files, each synced with its d
 the check of the fence; the manifest, by a rename. Pruning follows, and deletes the manifest of a
 checkpoint before its data. So each checkpoint is complete or absent at any time.
 
-One rank writes a state that is the same on all ranks, and each rank writes its part of a sharded
-state. Rank 0 acquires the fence, all write their files, and rank 0 commits them. A failure on one
-rank fails the save on all ranks.
+Which ranks write the files of a checkpoint is up to `writer`.
 
 Agents commit the snapshots of their workers with this module, which does not import torch.
 """
@@ -23,9 +21,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Container, Iterator, Mapping
 
 import attrs
 
@@ -49,9 +45,6 @@ from .catalog import (
     strip_checksum,
 )
 from .storage import FileTooLargeError, temp_target
-
-if TYPE_CHECKING:
-    from .collectives import PeerGroup
 
 log = logging.getLogger("elasticlib.checkpoint")
 
@@ -532,104 +525,3 @@ class Committer:
             elif error.errno in NOT_WRITABLE_ERRORS:
                 kind = NotWritableError
             raise kind(f"{self._storage.name} {what}: {error}") from error
-
-
-class StateComparison(Protocol):
-    """The comparison of the states that the ranks save, see `rank_digests`."""
-
-    @property
-    def summary(self) -> str:
-        """A text about this rank's state, which `check` gets on all ranks."""
-
-    def check(self, peers: PeerGroup | None, summaries: Sequence[str]) -> None:
-        """Raise CheckpointError if a rank would lose values.
-
-        Args:
-            peers: the ranks that write the save, or None if only this rank does.
-            summaries: the summaries of these ranks.
-        """
-
-
-class RankWriters:
-    """The ranks that write a save together: only this rank, or all ranks of a process group.
-
-    All ranks of a group create this object together, and call `write` in the same order.
-
-    Args:
-        committer: commits the files, on rank 0.
-        peers: the ranks of a process group that only the writer threads use, so that its
-            collectives never mix with those of the training; None if only this rank writes.
-    """
-
-    def __init__(self, committer: Committer, peers: PeerGroup | None = None) -> None:
-        self.rank = peers.rank if peers else 0
-        self._committer, self._peers = committer, peers
-        self._num_saves = 0
-        self._kind = f"part-{self.rank:05d}" if peers else "state"
-        # The files of all ranks have the token of the writer that commits them.
-        token = committer.writer.token
-        self._token: str = peers.all_gather_json(token)[0] if peers else token
-
-    def write(
-        self,
-        step: int,
-        data: memoryview,
-        world_size: int = 0,
-        *,
-        is_pinned: bool = False,
-        comparison: StateComparison | None = None,
-    ) -> None:
-        """Write this rank's data as a file, and commit the files of all ranks.
-
-        Args:
-            step: the step.
-            data: the data of this rank.
-            world_size: see `Manifest`.
-            is_pinned: see `Manifest`.
-            comparison: compares the states of the ranks before the commit.
-
-        Raises:
-            CheckpointError: one of the ranks failed. It is raised on all of them.
-        """
-        self._num_saves += 1
-        committer, is_first = self._committer, self.rank == 0
-        name = data_name(self._kind, self._token, self._num_saves)
-        self._run_on_all(step, committer.claim if is_first else None)
-        try:
-            summary = comparison.summary if comparison else ""
-            write = partial(committer.write, step, name, data)
-            files, summaries = self._run_on_all(step, write, summary)
-            if comparison is not None:
-                comparison.check(self._peers, summaries)
-            num_parts = len(files) if self._peers else 0
-            commit = partial(
-                committer.commit,
-                step,
-                files,
-                num_parts,
-                world_size=world_size,
-                is_pinned=is_pinned,
-            )
-            self._run_on_all(step, commit if is_first else None)
-        except BaseException:
-            committer.discard(step, name)
-            raise
-
-    def _run_on_all(
-        self, step: int, act: Callable[[], DataFile | None] | None, note: str = ""
-    ) -> tuple[tuple[DataFile, ...], list[str]]:
-        """Run `act` on each rank that has one. Return the files and the notes of all ranks.
-
-        Raises:
-            CheckpointError: one of the ranks failed. It is raised on all of them.
-        """
-
-        def run() -> tuple[tuple[str, int, int] | None, str]:
-            file = act() if act else None
-            return (attrs.astuple(file) if file else None), note
-
-        if self._peers is None:
-            rows = [run()]
-        else:
-            rows = self._peers.gather_results(run, f"could not save step {step}")
-        return tuple(DataFile(*row) for row, _ in rows if row), [note for _, note in rows]
