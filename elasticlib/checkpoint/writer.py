@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -200,16 +200,15 @@ class RankWriters:
         """Write and commit a state that is the same on all ranks, and publish the result."""
         committer, comparison = self._committer, job.comparison
         try:
-            committer.claim()
-            name = self._next_name("state", committer.writer.token)
-            data = require_not_none(job.data, "the copy of the state")
-            with self._discard_on_error(job.step, name):
-                file = committer.write(job.step, name, data)
-                if isinstance(comparison, RankComparison):
-                    comparison.check()
-                committer.commit(
-                    job.step, (file,), world_size=self._world_size, is_pinned=job.is_pinned
-                )
+            write_alone(
+                committer,
+                job.step,
+                require_not_none(job.data, "the copy of the state"),
+                number=self._next_number(),
+                world_size=self._world_size,
+                is_pinned=job.is_pinned,
+                check=comparison.check if isinstance(comparison, RankComparison) else None,
+            )
         except BaseException as error:
             self._results.publish(job, error)
             raise
@@ -229,8 +228,8 @@ class RankWriters:
         peers = self._connect(number)
         token = self._agree(peers, job, number)
         job.is_agreed = True
-        name = self._next_name(f"part-{self._rank:05d}", token)
-        with self._discard_on_error(job.step, name):
+        name = data_name(f"part-{self._rank:05d}", token, self._next_number())
+        with _discarded_on_error(self._committer, job.step, name):
             self._write_and_commit(peers, job, name)
         # Where another rank commits, the commit has happened just before this.
         job.committed_at = self._committer.committed_at
@@ -281,17 +280,51 @@ class RankWriters:
         )
         peers.gather_results(commit if self._rank == 0 else lambda: None, failure)
 
-    def _next_name(self, kind: str, token: str) -> str:
+    def _next_number(self) -> int:
         self._num_saves += 1
-        return data_name(kind, token, self._num_saves)
+        return self._num_saves
 
-    @contextlib.contextmanager
-    def _discard_on_error(self, step: int, name: str) -> Any:
-        try:
-            yield
-        except BaseException:
-            self._committer.discard(step, name)
-            raise
+
+def write_alone(
+    committer: Committer,
+    step: int,
+    data: memoryview,
+    *,
+    number: int = 1,
+    world_size: int = 0,
+    is_pinned: bool = False,
+    check: Callable[[], None] | None = None,
+) -> None:
+    """Write and commit a checkpoint of one file.
+
+    Args:
+        committer: commits it.
+        step: the step.
+        data: the pack.
+        number: the number of the save, which the writer has given to no other save of this step.
+        world_size: see `Manifest`.
+        is_pinned: see `Manifest`.
+        check: called before the commit. If it raises, nothing is committed.
+
+    Raises:
+        CheckpointError: see `Committer`.
+    """
+    committer.claim()
+    name = data_name("state", committer.writer.token, number)
+    with _discarded_on_error(committer, step, name):
+        file = committer.write(step, name, data)
+        if check is not None:
+            check()
+        committer.commit(step, (file,), world_size=world_size, is_pinned=is_pinned)
+
+
+@contextlib.contextmanager
+def _discarded_on_error(committer: Committer, step: int, name: str) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        committer.discard(step, name)
+        raise
 
 
 def _wait_for_copy(job: LocalSave) -> memoryview:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from managers import no_new_threads
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -165,6 +166,17 @@ def test_a_manager_that_is_closed_or_dies_before_its_first_snapshot_leaves_no_me
     snapshot_slots.remove_incomplete(generation_memory.parent, 2)
     assert [*generation_memory.iterdir()] == []
     left.close()
+
+
+@pytest.mark.usefixtures("generation_memory")
+def test_snapshots_need_no_new_thread(tmp_path: Path) -> None:
+    state = create_state()
+    with CheckpointManager(tmp_path / "disk") as manager, no_new_threads():
+        for step in (1, 2, 3):
+            train(state, step)
+            assert manager.snapshot(step, state)
+    with CheckpointManager(tmp_path / "disk") as manager:
+        assert manager.restore(state).step == 3
 
 
 def test_no_memory_is_allocated_without_an_agent(tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from elasticlib.checkpoint.catalog import CheckpointCatalog, Retention
-from elasticlib.checkpoint.commit import Committer, RankWriters, WriterIdentity
+from elasticlib.checkpoint.commit import Committer, WriterIdentity
 from elasticlib.checkpoint.storage import LocalStorage
+from elasticlib.checkpoint.writer import write_alone
 from elasticlib.launch.checkpoints_command import Progress
 from elasticlib.launch.cli import main
 
@@ -23,12 +24,11 @@ from elasticlib.launch.cli import main
 def directory(tmp_path: Path) -> Path:
     """A directory with three checkpoints of a job."""
     writer = WriterIdentity("job7", "l", 2, "0" * 16)
-    writers = RankWriters(
-        Committer(CheckpointCatalog(LocalStorage(tmp_path)), writer, Retention(5))
-    )
-    writers.write(8, memoryview(bytes(3000)))
+    commits = Committer(CheckpointCatalog(LocalStorage(tmp_path)), writer, Retention(5))
+    write_alone(commits, 8, memoryview(bytes(3000)))
     for step in (9, 10):
-        writers.write(step, memoryview(bytes(3000)), 4, is_pinned=step == 10)
+        data = memoryview(bytes(3000))
+        write_alone(commits, step, data, world_size=4, is_pinned=step == 10)
     return tmp_path
 
 
@@ -98,7 +98,7 @@ def test_control_characters_in_a_manifest_are_escaped(
 ) -> None:
     writer = WriterIdentity("job\x1b]0;title\x07\ud800", "l", 2, "0" * 16)
     commits = Committer(CheckpointCatalog(LocalStorage(tmp_path)), writer, Retention(5))
-    RankWriters(commits).write(1, memoryview(bytes(30)))
+    write_alone(commits, 1, memoryview(bytes(30)))
     assert main(["checkpoints", str(tmp_path)]) == 0
     assert r"job\x1b]0;title\x07\ud800 generation 2" in capsys.readouterr().out
 
