@@ -242,11 +242,7 @@ class RankComparison:
         """True if all ranks have the same state."""
         return not self._waiting
 
-    @property
-    def summary(self) -> str:
-        return ""
-
-    def check(self, peers: PeerGroup | None, summaries: Sequence[str]) -> None:  # noqa: ARG002
+    def check(self) -> None:
         """Raise StatesDifferError for a difference that is known before the commit."""
         if (error := self.find_difference(is_durable=False)) is not None:
             raise error
@@ -281,10 +277,10 @@ class PartComparison:
         self._step, self._digest = step, digest
         self.summary = "" if digest is None else sha256(digest.table).hexdigest()[:32]
 
-    def check(self, peers: PeerGroup | None, summaries: Sequence[str]) -> None:
+    def check(self, peers: PeerGroup, summaries: Sequence[str]) -> None:
         """Raise CheckpointError on all ranks if one has other values than rank 0."""
         digest, failure = self._digest, f"could not save step {self._step}"
-        if peers is None or all(summary in ("", summaries[0]) for summary in summaries):
+        if all(summary in ("", summaries[0]) for summary in summaries):
             return
         own = digest.table.hex() if digest is not None and peers.rank == 0 else ""
         first = bytes.fromhex(peers.gather_results(lambda: own, failure)[0])

@@ -374,10 +374,15 @@ class ReplicaReceiver:
                     continue
                 self._admit(connection)
                 threads = [thread for thread in threads if thread.is_alive()]
-                threads.append(
-                    daemon_thread(partial(self._serve, connection), "agent-replicas-from")
-                )
-                threads[-1].start()
+                thread = daemon_thread(partial(self._serve, connection), "agent-replicas-from")
+                try:
+                    start_thread(thread)
+                except OSError as error:
+                    # The sender connects again, and there may be a thread for it by then.
+                    log.warning("cannot receive snapshot replicas: %s", error)
+                    self._close(connection)
+                    continue
+                threads.append(thread)
         for thread in threads:
             thread.join()
         for slots in self._slots.values():
@@ -405,9 +410,12 @@ class ReplicaReceiver:
         except OSError as error:
             log.debug("a stream of snapshot replicas was closed: %s", error)
         finally:
-            with self._lock:
-                del self._connections[connection]
-            connection.close()
+            self._close(connection)
+
+    def _close(self, connection: socket.socket) -> None:
+        with self._lock:
+            del self._connections[connection]
+        connection.close()
 
     def _receive_snapshot(self, connection: socket.socket, rank: int) -> None:
         """Wait for a snapshot from the node `rank`, store it or refuse it, and send the replies."""

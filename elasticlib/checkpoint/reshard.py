@@ -23,6 +23,7 @@ from collections.abc import (
     MutableMapping,
     Sequence,
 )
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -731,22 +732,26 @@ class ShardedRestore:
     ) -> Iterator[Transfer]:
         """Yield the transfers of this rank in the order of `remote`."""
         tensors: dict[int, list[torch.Tensor]] = {}  # the shards in each part that is sent
-        for _, receiver, read in remote:
+
+        def find_tensor(read: BoxRead, box: Box) -> torch.Tensor:
             shard = self._shards[read.part][read.index]
-            dtype = dtype_from_name(shard.dtype)
-            is_send = self._rank == read.source
-            if is_send:
+            available = targets.get(shard.name)
+            if self._rank == read.source:
                 if read.part not in tensors:
                     tensors[read.part] = unpack_part(self._view(read.part), copy=False).shards
                 available = _Target(shard.box, tensors[read.part][read.index])
-            elif self._rank == receiver:
-                available = targets[shard.name]
-            else:
+            available = require_not_none(available, "the tensor that is received")
+            return narrow_to_box(available.memory, available.box, box)
+
+        for _, receiver, read in remote:
+            if self._rank not in (read.source, receiver):
                 continue
+            shard = self._shards[read.part][read.index]
+            dtype, is_send = dtype_from_name(shard.dtype), self._rank == read.source
             peer = receiver if is_send else read.source
             for box in split_box(read.box, shard.box.sizes, TRANSFER_BYTES // dtype.itemsize):
-                view = narrow_to_box(available.memory, available.box, box)
-                yield Transfer(peer, is_send, view, dtype)
+                find = partial(find_tensor, read, box)
+                yield Transfer(peer, is_send, box.num_elements, dtype, find)
 
     def _num_bytes(self, read: BoxRead) -> int:
         shard = self._shards[read.part][read.index]

@@ -53,11 +53,12 @@ from results import Row, Samples, run_command_line
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint import storage
 from elasticlib.checkpoint.catalog import CheckpointCatalog
-from elasticlib.checkpoint.commit import Committer, RankWriters
+from elasticlib.checkpoint.commit import Committer
 from elasticlib.checkpoint.refs import KeepLast, Writer, begin
 from elasticlib.checkpoint.restore import restore_from
 from elasticlib.checkpoint.snapshot_source import SnapshotSource
 from elasticlib.checkpoint.storage import LocalStorage, new_memory
+from elasticlib.checkpoint.writer import write_alone
 
 CHUNK_BYTES = 16 << 20
 State = dict[str, torch.Tensor]
@@ -283,7 +284,7 @@ def write_checkpoint(data: memoryview, directory: Path) -> None:
     """Write and commit one checkpoint."""
     catalog = CheckpointCatalog(LocalStorage(directory))
     writer = Writer(incarnation=secrets.token_hex(8))
-    RankWriters(Committer(catalog, writer, begin(None, writer), KeepLast(1))).write(1, data)
+    write_alone(Committer(catalog, writer, begin(None, writer), KeepLast(1)), 1, data)
 
 
 def interference(mib: int, repeat: int, directory: Path) -> Iterator[Row]:

@@ -76,6 +76,16 @@ def open_memory(folder: Path) -> SnapshotSource:
 
 
 @contextmanager
+def no_new_threads() -> Iterator[None]:
+    """The kernel refuses each new thread, because it cannot give it a stack of this size."""
+    before = threading.stack_size(1 << 60)
+    try:
+        yield
+    finally:
+        threading.stack_size(before)
+
+
+@contextmanager
 def capture_errors() -> Iterator[list[str]]:
     """Yield a list, and append the message of a CheckpointError that the block raises."""
     messages: list[str] = []

@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from elasticlib.checkpoint.catalog import CheckpointCatalog
-from elasticlib.checkpoint.commit import Committer, RankWriters
+from elasticlib.checkpoint.commit import Committer
 from elasticlib.checkpoint.refs import KeepLast, Writer, begin
 from elasticlib.checkpoint.storage import CHECKSUM_BYTES, DiskCalls, LocalStorage
+from elasticlib.checkpoint.writer import write_alone
 
 Image = dict[str, bytes]
 
@@ -115,9 +116,9 @@ class RecordingDisk(DiskCalls):
         self._record()
 
 
-def writers(folder: Path, disk: DiskCalls | None = None) -> RankWriters:
+def committer(folder: Path, disk: DiskCalls | None = None) -> Committer:
     writer, catalog = Writer("r", "l", 1), CheckpointCatalog(LocalStorage(folder, disk))
-    return RankWriters(Committer(catalog, writer, begin(None, writer), KeepLast(1)))
+    return Committer(catalog, writer, begin(None, writer), KeepLast(1))
 
 
 def restored(image: Image, folder: Path, place: Path) -> Iterator[tuple[int, bytes]]:
@@ -146,14 +147,14 @@ def test_a_kill_or_a_loss_of_power_at_any_write_leaves_the_old_or_the_new_state(
     )
     for step, data, older in commits:
         disk = RecordingDisk(folder)
-        writers(folder, disk).write(step, memoryview(data + bytes(CHECKSUM_BYTES)))
+        write_alone(committer(folder, disk), step, memoryview(data + bytes(CHECKSUM_BYTES)))
         assert len(disk.images) > 6
         seen = set()
         for image in disk.images:
             newest = next(restored(image, folder, place), None)
             assert newest in (older, (step, data)), (newest, list(image))
             seen.add(newest)
-            writers(place).write(3, memoryview(b"next of step"))
+            write_alone(committer(place), 3, memoryview(b"next of step"))
             assert list(restored_in(place)) == [3]
         assert seen == {older, (step, data)}
         assert next(restored(disk.images[-1], folder, place)) == (step, data)

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jobs import owner_of
-from managers import snapshot_header
+from managers import no_new_threads, snapshot_header
 
 from elasticlib import CheckpointManager, MemoryStore, Node, Script, Store, WorkerSpec
 from elasticlib.checkpoint import refs, snapshot_slots
@@ -405,6 +405,23 @@ def test_a_new_stream_of_a_node_works_while_its_earlier_one_is_still_open(
     sender, target = generation(1, 2, store)
     hosts[1].begin(target)
     with stream_to(store, sender, 1), stream_to(store, sender, 1) as stream:
+        assert send(stream, hosts[0].folder, OLD, b"old") == ""
+    assert hosts[1].steps("0") == [1]
+
+
+def test_a_stream_that_no_thread_can_serve_is_closed_and_the_next_one_works(
+    hosts: list[Host],
+) -> None:
+    store = MemoryStore()
+    sender, target = generation(1, 2, store)
+    hosts[1].begin(target)
+    endpoint = published_endpoint(store, sender.exchange_prefix, target.rank)
+    with (
+        no_new_threads(),
+        socket.create_connection((endpoint.address, endpoint.port), timeout=30) as refused,
+    ):
+        assert refused.recv(1) == b""
+    with stream_to(store, sender, 1) as stream:
         assert send(stream, hosts[0].folder, OLD, b"old") == ""
     assert hosts[1].steps("0") == [1]
 

@@ -47,7 +47,7 @@ def snapshot_steps(memory: Path) -> list[int]:
 
 def slots(manager: CheckpointManager) -> list[snapshot_slots.MappedSlot]:
     memory = manager._snapshots
-    return [*manager._private_slots._slots, *(memory._slots._slots if memory else ())]
+    return [*manager._private_slots._slots, *(memory.slots._slots if memory else ())]
 
 
 def private_slots(manager: CheckpointManager) -> int:
