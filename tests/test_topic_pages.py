@@ -143,6 +143,7 @@ FIXED_LIMITS = (
     "stores.tcp_server.ServerLimits.handshake_timeout_s",
     "stores.tcp_server.ServerLimits.keepalive_timeout_s",
     "checkpoint.save_handle.RESULT_TIMEOUT_S",
+    "checkpoint.storage.FSSPEC_TIMEOUT_S",
     "in_place.group_backend.CONNECT_TIMEOUT_S",
     "launch.metadata_services.REQUEST_TIMEOUT_S",
     "launch.metadata_services.AZURE_TIMEOUT_S",

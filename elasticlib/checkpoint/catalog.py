@@ -41,12 +41,15 @@ from .refs import (
     parse_folder_name,
     position,
 )
-from .safetensors_header import PREFIX_BYTES, read_size
+from .safetensors_header import read_head, read_size
 from .storage import (
+    CHECKSUM_BYTES,
     SEGMENT_BYTES,
     CheckpointStorage,
+    Checksum,
     FileTooLargeError,
     OnChunk,
+    encode_checksum,
     ignore_chunk,
     new_memory,
     read_with_checksum,
@@ -84,7 +87,7 @@ class DataFile:
 
     name: str  # in the folder of the checkpoint
     size: int  # bytes
-    checksum: int  # see `storage.checksum`
+    checksum: int  # of all but the last 8 bytes, see `storage.checksum`
 
 
 @attrs.frozen
@@ -424,7 +427,7 @@ class CheckpointCatalog:
         try:
             corruption = self.find_corruption(ref, on_chunk)
         except CheckpointUnreadableError as error:
-            return _damaged(ref, Integrity.UNREADABLE, str(error.__cause__))
+            return _damaged(ref, Integrity.UNREADABLE, str(error.__cause__ or error))
         except CheckpointError as error:
             return _damaged(ref, Integrity.CORRUPT, str(error))
         if corruption:
@@ -455,8 +458,7 @@ class CheckpointCatalog:
         """
         if reason := self._find_implausible_size(ref, number):
             raise self._mark_corrupt(ref, reason)
-        files = self.manifest(ref).files
-        size = files[number].size
+        size = self.manifest(ref).files[number].size
         try:
             memory = new_memory(max(1, size))
         except (OSError, OverflowError) as error:
@@ -465,11 +467,17 @@ class CheckpointCatalog:
             raise CheckpointUnreadableError(
                 f"{what} needs {size} bytes of memory: {error}"
             ) from error
-        if reason := self._find_file_corruption(ref, number, memoryview(memory)):
-            raise self._mark_corrupt(ref, reason)
-        if len(files) == 1:
-            self.record_integrity(ref, Integrity.VERIFIED)
+        self.read_into(ref, memoryview(memory), number)
         return memory
+
+    def read_into(self, ref: StateRef, buffer: memoryview, number: int = 0) -> None:
+        """Read a data file into a buffer of its size, and verify it. Raise as `read`."""
+        if reason := self._find_implausible_size(ref, number):
+            raise self._mark_corrupt(ref, reason)
+        if reason := self._find_file_corruption(ref, number, buffer):
+            raise self._mark_corrupt(ref, reason)
+        if len(self.manifest(ref).files) == 1:
+            self.record_integrity(ref, Integrity.VERIFIED)
 
     def map_file(self, ref: StateRef, number: int) -> mmap.mmap:
         """Map a data file of a `LocalStorage` into memory, copy-on-write and not verified.
@@ -497,8 +505,7 @@ class CheckpointCatalog:
             CheckpointCorruptError: the file is missing, or does not begin like a pack.
             CheckpointUnreadableError: the file cannot be read.
         """
-        _, size = read_size(self._read_start(ref, number, PREFIX_BYTES))
-        return self._read_start(ref, number, size)
+        return read_head(partial(self._read_start, ref, number))
 
     def _read_start(self, ref: StateRef, number: int, size: int) -> bytes:
         """Return the first `size` bytes of a data file, or fewer if it is shorter."""
@@ -537,7 +544,7 @@ class CheckpointCatalog:
         if file.size <= SEGMENT_BYTES:
             return None
         try:
-            size, _ = read_size(self._read_start(ref, number, PREFIX_BYTES))
+            size = read_size(self.read_header(ref, number))
         except CheckpointCorruptError as error:
             return f"{file.name}: {error}"
         return None if size == file.size else f"the header of {file.name} says {size} bytes"
@@ -559,7 +566,13 @@ class CheckpointCatalog:
         try:
             with self._translate_read_errors(ref):
                 return find_difference(
-                    file, read, into, max_threads=self.storage.max_readers, on_chunk=on_chunk
+                    file.name,
+                    file.size,
+                    read,
+                    into,
+                    expected=file.checksum,
+                    max_threads=self.storage.max_readers,
+                    on_chunk=on_chunk,
                 )
         except FileNotFoundError:
             return f"{file.name} is missing"
@@ -694,31 +707,38 @@ def _damaged(ref: StateRef, integrity: Integrity, problem: str) -> StateRef:
 
 
 def find_difference(
-    file: DataFile,
+    name: str,
+    size: int,
     read: Callable[[memoryview, int, OnChunk], int],
     into: memoryview | None = None,
     *,
+    expected: Checksum | None = None,
     max_threads: int = 1,
     on_chunk: OnChunk = ignore_chunk,
 ) -> str | None:
-    """Read a file and compare it with its expected size and checksum.
+    """Read a data file and compare it with its expected size and checksum.
 
     Args:
-        file: the expected name, size and checksum.
+        name: the name of the file, for the description.
+        size: its expected size.
         read: reads a segment; see `storage.read_with_checksum`.
         into: receives the bytes. Without it they are only compared.
+        expected: the checksum. If None, only the one at the end of the file is compared.
         max_threads: how many threads read at once.
         on_chunk: receives each chunk that was read.
 
     Returns:
         A description of the difference, or None if there is none.
     """
-    count, checksum = read_with_checksum(
-        read, file.size, into, max_threads=max_threads, on_chunk=on_chunk
+    if size <= CHECKSUM_BYTES:
+        return f"{name} has {size} bytes, and a data file ends with {CHECKSUM_BYTES} of checksum"
+    count, checksum, end = read_with_checksum(
+        read, size, into, max_threads=max_threads, on_chunk=on_chunk
     )
-    if count != file.size:
-        return f"{file.name} has {count} of {file.size} bytes"
-    if checksum != file.checksum:
-        expected = f"{file.checksum:08x}"
-        return f"{file.name} must have the checksum {expected}, but its bytes give {checksum:08x}"
+    if count != size:
+        return f"{name} has {count} of {size} bytes"
+    if expected not in (checksum, None):
+        return f"{name} must have the checksum {expected:08x}, but its bytes give {checksum:08x}"
+    if end != encode_checksum(checksum):
+        return f"{name} ends with {end!r}, which is not the checksum {checksum:08x} of its bytes"
     return None

@@ -10,7 +10,7 @@ checkpoint. The next writer that takes the fence deletes it.
 
 Old checkpoints are chosen from a listing that is made under the lock of a commit, and deleted after
 the lock was released: first the manifest, then the data. So each checkpoint is complete or absent
-at any time.
+at any time. Which ranks write the files of a checkpoint is up to `writer`.
 
 Agents commit the snapshots of their workers with this module, which does not import torch.
 """
@@ -22,8 +22,6 @@ import errno
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Protocol
 
 import attrs
 
@@ -56,10 +54,7 @@ from .refs import (
     on_line,
     parse_folder_name,
 )
-from .storage import temp_target
-
-if TYPE_CHECKING:
-    from .collectives import PeerGroup
+from .storage import CHECKSUM_BYTES, temp_target
 
 log = logging.getLogger("elasticlib.checkpoint")
 
@@ -112,16 +107,34 @@ class Committer:
         retention: Retention | None,
         on_claimed: Callable[[], object] = lambda: None,
     ) -> None:
-        self.writer, self.line = writer, line
+        # A thread may begin another branch while another thread claims the directory for the last
+        # one. So both values change at once, and a claim belongs to the values that it has seen.
+        self._origin = (writer, line)
+        self._claimed: tuple[object, Line] = (None, ())  # the origin, and the line in the fence
         self.committed_at = float("-inf")  # when the last commit became durable, by `monotonic`
         self._catalog, self._storage = catalog, catalog.storage
         self._retention, self._on_claimed = retention, on_claimed
-        self._has_fence = False  # it was acquired; another writer may have taken it since then
         self._logged: set[str] = set()  # errors of deletions, which are tried after each commit
 
     def begin(self, writer: Writer, line: Line) -> None:
         """Begin another branch, after a restore. The next save acquires the fence for it."""
-        self.writer, self.line, self._has_fence = writer, line, False
+        self._origin = (writer, line)
+
+    @property
+    def writer(self) -> Writer:
+        """The writer of the present branch."""
+        return self._origin[0]
+
+    @property
+    def line(self) -> Line:
+        """The line of the present branch. A claim leaves out branches without a state."""
+        origin, line = self._claimed
+        return line if origin is self._origin else self._origin[1]
+
+    @property
+    def _has_fence(self) -> bool:
+        """Whether it was acquired. Another writer may have taken it since then."""
+        return self._claimed[0] is self._origin
 
     def claim(self) -> None:
         """Acquire the fence, and delete the folders of interrupted saves. Later calls do nothing.
@@ -133,13 +146,15 @@ class Committer:
             NotWritableError: the directory cannot be written.
             CheckpointError: the disk failed.
         """
+        origin = self._origin
         if self._has_fence:
             return
         with self._translate_errors("could not be claimed"), self._storage.lock():
             fence = self._catalog.known_fence()
+            line = origin[1]
             if not self._is_agent_of(fence):
-                self._write_fence(self._acquire(fence))
-            self._has_fence = True
+                line = self._write_fence(self._acquire(fence, *origin))
+            self._claimed = (origin, line)
         self._on_claimed()
 
     def take_over(self) -> None:
@@ -150,7 +165,7 @@ class Committer:
         """
         with self._translate_errors("could not be claimed"), self._storage.lock():
             fence = self._catalog.known_fence()
-            acquired = self._acquire(fence, force=True)
+            acquired = self._acquire(fence, *self._origin, force=True)
             if fence is not None:
                 acquired = attrs.evolve(acquired, line=fence.line)
             self._storage.replace(FENCE_NAME, encode_fence(acquired))
@@ -185,7 +200,9 @@ class Committer:
             CheckpointError: the disk failed.
         """
         with self._translate_errors(f"could not be written to {folder}"):
-            return DataFile(name, len(data), self._storage.write(f"{folder}/{name}", data))
+            # The storage writes the checksum in the place of the last entry of the pack.
+            checksum = self._storage.write(f"{folder}/{name}", data[:-CHECKSUM_BYTES])
+            return DataFile(name, len(data), checksum)
 
     def put(self, folder: str, name: str, data: memoryview) -> bool:
         """Write a data file durably, unless another agent has it or writes it.
@@ -197,7 +214,7 @@ class Committer:
             CheckpointError: the disk failed.
         """
         with self._translate_errors(f"could not be written to {folder}"):
-            return self._storage.put(f"{folder}/{name}", data)
+            return self._storage.put(f"{folder}/{name}", data[:-CHECKSUM_BYTES])
 
     def commit(
         self,
@@ -309,9 +326,9 @@ class Committer:
             CheckpointError: the disk failed.
         """
         path = f"{ref.place}/{PIN_NAME}"
-        with self._translate_errors("could not be pinned"), contextlib.suppress(FileExistsError):
+        with self._translate_errors("could not be pinned"):
             if pin:
-                self._storage.write(path, memoryview(b""))
+                self._storage.replace(path, b"")
             else:
                 self._storage.remove(path)
 
@@ -324,8 +341,10 @@ class Committer:
         holder = fence.writer if fence else self.writer
         return holder.launch == self.writer.launch and holder.generation > self.writer.generation
 
-    def _acquire(self, fence: Fence | None, *, force: bool = False) -> Fence:
-        acquired = acquire(fence, self.writer, self.line, force=force)
+    def _acquire(
+        self, fence: Fence | None, writer: Writer, line: Line, *, force: bool = False
+    ) -> Fence:
+        acquired = acquire(fence, writer, line, force=force)
         if isinstance(acquired, str):
             name = self._storage.name
             raise CheckpointFencedError(f"{name} must not be written: {acquired}")
@@ -338,16 +357,17 @@ class Committer:
         holder = fence.writer
         return holder.launch == self.writer.launch and holder.order >= self.writer.order
 
-    def _write_fence(self, fence: Fence) -> None:
-        """Write the fence, with the branches that still have a state, and delete leftovers."""
+    def _write_fence(self, fence: Fence) -> Line:
+        """Write the fence, and delete leftovers. Return its line: branches that have a state."""
         refs = self._catalog.list_refs(reread=False)
         with_states = {ref.branch for ref in refs}
         newest = fence.line[-MAX_BRANCHES_IN_HEADER:]
-        self.line = tuple(b for b in fence.line if b.id in with_states or b in newest)
-        fence = attrs.evolve(fence, line=self.line)
+        line = tuple(b for b in fence.line if b.id in with_states or b in newest)
+        fence = attrs.evolve(fence, line=line)
         self._storage.replace(FENCE_NAME, encode_fence(fence))
         with self._log_errors():
             self._delete_leftovers({ref.place for ref in refs})
+        return line
 
     def _delete_leftovers(self, committed: set[str]) -> None:
         """Delete temporary files, and the folders of saves that were interrupted."""
@@ -440,110 +460,3 @@ class Committer:
 def part_name(part: int | None) -> str:
     """Return the name of the data file of a part, or of a state that is the same on all ranks."""
     return "state.safetensors" if part is None else f"part-{part:05d}.safetensors"
-
-
-class StateComparison(Protocol):
-    """The comparison of the states that the ranks save, see `rank_digests`."""
-
-    @property
-    def summary(self) -> str:
-        """A text about this rank's state, which `check` gets on all ranks."""
-
-    def check(self, peers: PeerGroup | None, summaries: Sequence[str]) -> None:
-        """Raise CheckpointError if a rank would lose values.
-
-        Args:
-            peers: the ranks that write the save, or None if only this rank does.
-            summaries: the summaries of these ranks.
-        """
-
-
-class RankWriters:
-    """The ranks that write a save together: only this rank, or all ranks of a process group.
-
-    All ranks of a group create this object together, and call `write` in the same order.
-
-    Args:
-        committer: commits the files, on rank 0.
-        peers: the ranks of a process group that only the writer threads use, so that its
-            collectives never mix with those of the training; None if only this rank writes.
-    """
-
-    def __init__(self, committer: Committer, peers: PeerGroup | None = None) -> None:
-        self.rank = peers.rank if peers else 0
-        self._committer, self._peers = committer, peers
-        self._name = part_name(self.rank if peers else None)
-
-    def write(
-        self,
-        step: int,
-        data: memoryview,
-        world_size: int = 0,
-        *,
-        is_pinned: bool = False,
-        metrics: Mapping[str, float] | None = None,
-        comparison: StateComparison | None = None,
-    ) -> None:
-        """Write this rank's data as a file, and commit the files of all ranks.
-
-        Args:
-            step: the step.
-            data: the data of this rank.
-            world_size: see `Manifest`.
-            is_pinned: never delete the checkpoint.
-            metrics: see `Manifest`.
-            comparison: compares the states of the ranks before the commit.
-
-        Raises:
-            CheckpointError: one of the ranks failed. It is raised on all of them.
-        """
-        committer, is_first, folder = self._committer, self.rank == 0, ""
-
-        def claim() -> None:
-            nonlocal folder
-            committer.claim()
-            folder = committer.new_folder(step)
-
-        _, folders = self._run_on_all(step, claim if is_first else None, lambda: folder)
-        folder = folders[0]
-        try:
-            summary = comparison.summary if comparison else ""
-            write = partial(committer.write, folder, self._name, data)
-            files, summaries = self._run_on_all(step, write, lambda: summary)
-            if comparison is not None:
-                comparison.check(self._peers, summaries)
-            commit = partial(
-                committer.commit,
-                folder,
-                files,
-                parts=len(files) if self._peers else 0,
-                world_size=world_size,
-                metrics=metrics,
-                pin=is_pinned,
-            )
-            self._run_on_all(step, commit if is_first else None)
-        except BaseException:
-            committer.discard(folder, self._name)
-            raise
-
-    def _run_on_all(
-        self,
-        step: int,
-        act: Callable[[], DataFile | None] | None,
-        note: Callable[[], str] = str,
-    ) -> tuple[tuple[DataFile, ...], list[str]]:
-        """Run `act` on each rank that has one. Return the files and the notes of all ranks.
-
-        Raises:
-            CheckpointError: one of the ranks failed. It is raised on all of them.
-        """
-
-        def run() -> tuple[tuple[str, int, int] | None, str]:
-            file = act() if act else None
-            return (attrs.astuple(file) if file else None), note()
-
-        if self._peers is None:
-            rows = [run()]
-        else:
-            rows = self._peers.gather_results(run, f"could not save step {step}")
-        return tuple(DataFile(*row) for row, _ in rows if row), [note for _, note in rows]

@@ -52,7 +52,7 @@ from pathlib import Path
 import attrs
 
 from ..clock import monotonic
-from ..errors import CheckpointError, CheckpointFencedError, format_error
+from ..errors import CheckpointCorruptError, CheckpointError, CheckpointFencedError, format_error
 from ..rendezvous.interface import RendezvousInfo
 from ..threads import daemon_thread
 from .boxes import TensorShard, describe_missing, format_numbers, read_shards
@@ -83,13 +83,12 @@ from .refs import (
     parse_folder_name,
     position,
 )
-from .safetensors_header import DTYPES, ITEM_BYTES, PREFIX_BYTES, read_meta, read_size
+from .safetensors_header import DTYPES, ITEM_BYTES, read_head, read_meta
 from .snapshot_slots import list_snapshots, map_snapshot, read_snapshot_header
 from .storage import (
+    CHECKSUM_BYTES,
     CheckpointStorage,
-    OnChunk,
     open_storage,
-    read_with_checksum,
 )
 
 log = logging.getLogger("elasticlib.checkpoint")
@@ -157,13 +156,19 @@ def growing_end_folders(
 
 
 def _read_data_file(storage: CheckpointStorage, folder: str, name: str, size: int) -> DataFile:
-    """Return the description of a durable data file for a manifest."""
+    """Return the description of a durable data file for a manifest. The file ends with its checksum.
 
-    def read(buffer: memoryview, start: int, on_chunk: OnChunk) -> int:
-        return storage.read_into(f"{folder}/{name}", buffer, start=start, on_chunk=on_chunk)
-
-    _, checksum = read_with_checksum(read, size, max_threads=storage.max_readers)
-    return DataFile(name, size, checksum)
+    Raises:
+        CheckpointError: the file has no checksum.
+    """
+    end = bytearray(CHECKSUM_BYTES)
+    storage.read_into(f"{folder}/{name}", memoryview(end), start=max(0, size - CHECKSUM_BYTES))
+    try:
+        return DataFile(name, size, int(end, 16))
+    except ValueError as error:
+        raise CheckpointCorruptError(
+            f"{folder}/{name} was damaged: it ends with {end!r}"
+        ) from error
 
 
 def _read_data_shards(storage: CheckpointStorage, path: str) -> list[TensorShard]:
@@ -173,8 +178,7 @@ def _read_data_shards(storage: CheckpointStorage, path: str) -> list[TensorShard
         buffer = bytearray(size)
         return bytes(buffer[: storage.read_into(path, memoryview(buffer))])
 
-    _, size = read_size(read_first(PREFIX_BYTES))
-    return read_shards(read_meta(read_first(size)))
+    return read_shards(read_meta(read_head(read_first)))
 
 
 # -- one agent's work ------------------------------------------------------------------------------

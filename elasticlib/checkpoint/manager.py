@@ -1,20 +1,20 @@
 """The CheckpointManager: saves, restores and keeps snapshots of the training state of a job.
 
 `save` copies the state into memory that is reused, and a thread writes the copy while the training
-continues. This module coordinates the calls of a rank. `commit` writes checkpoints, `catalog` reads
-them, `save_handle` runs the writer and reports results, and `restore` agrees on what is restored.
+continues. This module coordinates the calls of a rank. `writer` is that thread, `save_handle`
+reports results, `commit` writes checkpoints, `catalog` reads them, and `restore` agrees on what is
+restored.
 """
 
 from __future__ import annotations
 
-import _thread
-import atexit
 import contextlib
 import logging
 import math
 import os
 import secrets
 import socket
+import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -28,15 +28,15 @@ import torch.distributed as dist
 
 from ..clock import monotonic
 from ..codec import from_json, to_json
-from ..errors import CheckpointError, ConfigError
-from ..threads import CallRejectedError, ExclusiveCall, daemon_thread
+from ..errors import CheckpointError, ConfigError, require_not_none
+from ..threads import CallRejectedError, SingleCall
 from ..workers.context import context
 from .catalog import CheckpointCatalog
-from .collectives import PeerGroup, peer_group
-from .commit import Committer, RankWriters, Selection
+from .collectives import peer_group
+from .commit import Committer, Selection
 from .pack import LayoutCache, PackImage
 from .per_rank import MissingValue, RankValueEncoder, read_names
-from .rank_digests import DigestCache, PartComparison, RankComparison, StateDigest
+from .rank_digests import DigestCache, PartComparison, RankComparison
 from .refs import (
     MAX_BRANCHES_IN_HEADER,
     MEMORY,
@@ -65,6 +65,7 @@ from .snapshot_source import SnapshotSource, snapshot_folder
 from .state_tree import FlatState, flatten, reject_state_dicts
 from .storage import CheckpointStorage, FsspecStorage, LocalStorage, open_storage, resolve_location
 from .tensor_layout import MapLocation
+from .writer import RankWriters, WriterThread
 
 log = logging.getLogger("elasticlib.checkpoint")
 
@@ -119,12 +120,9 @@ class RankInfo:
 
 
 @attrs.frozen
-class _SaveCall:
-    """The arguments of one call of `save`."""
+class _SaveOptions:
+    """The options of a call of `save`."""
 
-    step: int
-    state: object
-    started_at: float  # by `monotonic`
     is_pinned: bool
     may_skip: bool
     is_snapshot: bool
@@ -181,8 +179,6 @@ class CheckpointManager:
         """
         self.last_stall_s = 0.0
         """Seconds for which the last `save` or `snapshot` blocked the training."""
-        self.last_durable_s: float | None = None
-        """Seconds from the call of the last finished save until it was durable, or None."""
         # The script may change its working directory before the first save.
         self._folder, self._group = resolve_location(folder), group
         self._name = folder.name if isinstance(folder, CheckpointStorage) else os.fspath(folder)
@@ -190,16 +186,18 @@ class CheckpointManager:
         # The writer and the line of the states that are saved next; None before the first of them.
         self._origin: tuple[Writer, Line] | None = None
         self._has_base = False  # this manager has restored or saved a state
+        self._has_begun = False  # the directory is acquired for the branch of `_origin`, or will be
         self._per_rank = read_names(per_rank)
         self._rank_values = RankValueEncoder(self._per_rank)
         self._layouts, self._digests = LayoutCache(), DigestCache()
-        self._private_slots = SnapshotSlots(None)  # of saves, where no agent has memory for them
-        self._save_group: dist.ProcessGroup | None = None  # of the writer threads
-        self._copying = ExclusiveCall()  # a call that copies a state, or frees memory of copies
-        # The writer of this save reads its slot until it has finished. It is set before it starts.
-        self._last_save: LocalSave | None = None
+        self._writer = WriterThread()
+        # Memory of saves, where no agent has memory for them.
+        self._private_slots = SnapshotSlots(None, jobs=self._writer.jobs)
+        self._copying = SingleCall()  # a call that copies a state, or frees memory of copies
+        # Calls of `save` on this rank that were neither posted to the writer nor have failed.
+        self._open_calls: deque[LocalSave] = deque()
         self._remote_saves: deque[RemoteSave] = deque(maxlen=MAX_REMOTE_SAVES)
-        self._remove_end_callbacks: Callable[[], None] | None = None
+        self._remove_stop_callback: Callable[[], None] | None = None
         _free_when_dropped(self, self._private_slots)
         self._process = os.getpid()
         self._local_rank: int | None = None  # after a change of the group, see `on_group_changed`
@@ -267,15 +265,18 @@ class CheckpointManager:
         if if_busy not in get_args(IfBusy):
             raise ConfigError(f'if_busy must be "wait" or "skip", got {if_busy!r}')
         self._check_open()
-        call = _SaveCall(
-            step, state, started_at, bool(pin), if_busy == "skip", bool(snapshot), _check(metrics)
-        )
+        options = _SaveOptions(bool(pin), if_busy == "skip", bool(snapshot), _check(metrics))
+        job = LocalSave(step, self._writer, _running_check(self._copying))
+        # From here on, the call counts, and the other ranks learn whether it has failed here.
+        self._open_calls.append(job)
+        self._results.count(job)
         try:
-            return self._copying.run(partial(self._save, call))
+            return self._copying.run(partial(self._save, job, state, options))
         except CallRejectedError:
-            error = self._concurrent_call_error(f"step {step} was not saved")
-            self._results.publish(self._results.next_number(), step, error)
-            raise error from None
+            job.fail(self._concurrent_call_error(f"step {step} was not saved"))
+            if self.is_writer:
+                self._results.publish_failed_call(job)
+            raise require_not_none(job.call_error, "the error") from None
         finally:
             self.last_stall_s = monotonic() - started_at
 
@@ -301,90 +302,158 @@ class CheckpointManager:
         except CallRejectedError:
             raise self._concurrent_call_error(what) from None
 
-    def _save(self, call: _SaveCall) -> SaveHandle:
-        results, last_save, number = self._results, self._last_save, 0
+    def _save(self, job: LocalSave, state: object, options: _SaveOptions) -> SaveHandle:
+        self._report_failed_calls(interrupted_before=job)
         try:
-            # All ranks count each call, even if it fails on one of them.
-            number = results.next_number()
-            if call.may_skip and self._is_skip_agreed(number, call.step):
-                if call.is_snapshot:
-                    self._keep_snapshot(call.step, self._flatten(call.state))
-                return SkippedSave(call.step)
-            return self._start_save(call, number)
+            if (
+                job not in self._open_calls
+            ):  # Another thread takes this call for an interrupted one.
+                raise self._concurrent_call_error(f"step {job.step} was not saved")
+            return self._start_save(job, state, options)
         except BaseException as error:
-            if self._last_save is not None and self._last_save is not last_save:
-                self._last_save.start()  # The copy is complete, so it is written all the same.
-            elif number:
-                results.publish(number, call.step, error)
+            if job.is_copied and self._is_posted(job):
+                self._writer.start()  # The copy is complete, so it is written all the same.
+            else:
+                job.fail(error)
             raise
+        finally:
+            self._report_failed_calls()
 
-    def _is_skip_agreed(self, number: int, step: int) -> bool:
+    def _report_failed_calls(self, interrupted_before: object = None) -> None:
+        """Tell the other ranks which calls of `save` have failed on this rank, in their order.
+
+        Args:
+            interrupted_before: a call that runs now. Calls before it that have no result were
+                interrupted. If this is None, only calls that are known to have failed are reported.
+        """
+        while self._open_calls and (job := self._open_calls[0]) is not interrupted_before:
+            if job.call_error is None and not (job.is_copied and self._is_posted(job)):
+                if interrupted_before is None:
+                    break
+                job.fail(None)
+            if not self._is_posted(job):  # Otherwise the writer thread sees the error.
+                self._report_failed_call(job)
+            self._open_calls.popleft()
+
+    def _report_failed_call(self, job: LocalSave) -> None:
+        results = self._results
+        if results.is_shared and self.is_writer:
+            results.publish_failed_call(job)
+        elif results.is_shared and results.number_of(job):
+            # The other ranks may wait for this one, if the state is sharded.
+            job.was_checked = True  # The call has raised the error.
+            self._post(job, self._writers.write_part)
+
+    def _is_posted(self, job: LocalSave) -> bool:
+        return job in self._writer.jobs or job.is_finished
+
+    def _post(self, job: LocalSave, work: Callable[[LocalSave], None]) -> bool:
+        """Let the writer execute a job. Return False if this call has executed it."""
+        job.work, job.caller = work, threading.get_ident()
+        self._writer.jobs.append(job)
+        return self._writer.start()
+
+    def _is_skip_agreed(self, job: LocalSave) -> bool:
         """Return whether all ranks skip this save, because rank 0 still writes the previous one."""
-        is_busy = False
-        if (last := self._last_save) is not None:
-            last.start()  # An exception may have interrupted the call that should have started it.
-            is_busy = not last.done()
+        last = self._last_save
+        is_busy = last is not None and not last.done()
+        if is_busy:
+            self._writer.start()  # An exception may have interrupted the call that started it.
         if self._rank_info.world_size == 1:
             return is_busy
-        return self._results.agree_to_skip(number, step, is_busy=is_busy)
+        return self._results.agree_to_skip(job, is_busy=is_busy)
 
-    def _start_save(self, call: _SaveCall, number: int) -> SaveHandle:
+    def _start_save(self, job: LocalSave, state: object, options: _SaveOptions) -> SaveHandle:
         """Copy the state and start to write the copy, if this rank writes."""
-        step, self._has_base = call.step, True
-        if not call.is_snapshot:
+        step, self._has_base = job.step, True
+        if options.may_skip and self._is_skip_agreed(job):
+            if options.is_snapshot:
+                self._keep_snapshot(step, self._flatten(state))
+            self._open_calls.remove(job)
+            return SkippedSave(step)
+        if not options.is_snapshot:
             self._check_last_save()
-        flat = self._flatten(call.state)
-        kept = self._keep_snapshot(step, flat) if call.is_snapshot else None
+        flat = self._flatten(state)
+        job.is_sharded, job.is_pinned = flat.has_parts, options.is_pinned
+        job.metrics = options.metrics
+        kept = self._keep_snapshot(step, flat) if options.is_snapshot else None
         self._check_last_save()
         self._check_remote_saves()
-        exchange = self._results.digests
+        exchange, number = self._results.digests, self._results.number_of(job)
         digest = self._digests.digest(flat) if exchange.is_needed else None
         if not flat.has_parts and not self.is_writer:
-            return self._expect_save(step, number, digest)
-        comparison: RankComparison | PartComparison | None = None
+            if digest is not None:
+                exchange.put(number, digest)
+            remote = RemoteSave(step, number, self._results, self._catalog, digest)
+            self._remote_saves.append(remote)
+            self._open_calls.remove(job)
+            return remote
         if flat.has_parts:
-            comparison = PartComparison(step, None if has_own_rest(flat) else digest)
+            job.comparison = PartComparison(step, None if has_own_rest(flat) else digest)
         elif digest is not None:
             exchange.put(number, digest)
-            comparison = RankComparison(exchange, number, step, digest)
-        writers = self._all_ranks if flat.has_parts else self._this_rank
-        if self._remove_end_callbacks is None:
-            self._call_at_the_end()
-        image, slot = self._copy_for_save(step, flat, writers, kept)
-        data, world_size = slot.view(image.size), self._rank_info.world_size
-        write = partial(
-            writers.write,
-            step,
-            data,
-            world_size,
-            is_pinned=call.is_pinned,
-            metrics=call.metrics,
-            comparison=comparison,
-        )
-        publish = partial(self._results.publish, number, step)
-        write_and_publish = partial(
-            self._write, write, publish, self._committer, (step, call.started_at), comparison
-        )
-        rest = comparison if isinstance(comparison, RankComparison) else None
-        save = LocalSave(step, write_and_publish, rest)
-        # One line, because an exception of a signal handler may arrive before each line. A save
-        # that reserves a slot is always started.
-        self._last_save = slot.save = save
-        save.start()
+            job.comparison = RankComparison(exchange, number, step, digest)
+        self._wait_at_a_stop()
+        self._copy_and_post(job, flat, kept)
+        self._open_calls.remove(job)
         if self._snapshots is not None:
             self._snapshots.prepare_next()
-        if not save.in_background:
-            save.wait()  # No other call may follow that could raise its failure.
-        return save
+        return job
 
-    def _expect_save(self, step: int, number: int, digest: StateDigest | None) -> RemoteSave:
-        """Return the handle of a save that rank 0 writes, and publish this rank's digest."""
-        results = self._results
-        if digest is not None:
-            results.digests.put(number, digest)
-        remote = RemoteSave(step, number, results, self._catalog, digest)
-        self._remote_saves.append(remote)
-        return remote
+    def _copy_and_post(
+        self, job: LocalSave, flat: FlatState, kept: tuple[PackImage, MappedSlot] | None
+    ) -> None:
+        """Copy the state, unless its snapshot can be written, and let the writer write the copy.
+
+        All ranks agree to save a sharded state before they copy it.
+
+        Args:
+            job: the save.
+            flat: the state.
+            kept: the pack and the slot of the snapshot of this step, if there is one.
+        """
+        image = self._plan_image(job.step, flat)
+        memory = self._private_slots if self._snapshots is None else self._snapshots.slots
+        if kept is not None and kept[0].size - image.size <= MAX_REDUNDANT_BYTES:
+            image, job.slot = kept
+        elif not flat.has_parts:
+            job.slot = memory.copy(image)
+        else:
+            slot = job.slot = memory.take(image.size)
+
+            def copy() -> None:
+                image.copy_to_slot(slot)
+                memory.complete(slot)
+                job.give(slot.view(image.size))
+
+            job.copy = copy
+            self._agree_and_copy(job)
+            return
+        job.give(job.slot.view(image.size))
+        if flat.has_parts:
+            self._agree_and_copy(job)
+        elif not self._post(job, self._writers.write_whole):
+            job.wait()  # No other call may follow that could raise its failure.
+
+    def _agree_and_copy(self, job: LocalSave) -> None:
+        if self._rank_info.world_size > 1 and not self._results.is_shared:
+            raise CheckpointError(
+                "values are saved by rank, which needs a process group of all "
+                f"{self._rank_info.world_size} ranks: call torch.distributed.init_process_group"
+            )
+        is_in_background = self._post(job, self._writers.write_part)
+        job.wait_for_agreement()
+        if not (job.is_agreed and is_in_background):
+            job.wait()
+        elif not job.is_copied:
+            job.copy()
+
+    def _plan_image(self, step: int, flat: FlatState) -> PackImage:
+        if not flat.has_parts:
+            return self._layouts.plan(flat, {"step": step})
+        return plan_part_layout(
+            self._layouts, step, flat, has_rest=self.is_writer, has_copies=False
+        )
 
     def _check_remote_saves(self) -> None:
         """Raise an error if it is known that ranks have given different states to a save."""
@@ -399,88 +468,17 @@ class CheckpointManager:
             if save.has_succeeded:  # `wait` reports any other failure.
                 self._remote_saves.remove(save)
 
-    def _call_at_the_end(self) -> None:
-        """Wait for the last save before this process stops, and log its failure at the exit.
+    def _wait_at_a_stop(self) -> None:
+        """Wait for the last save before this process stops, if the script keeps the manager."""
+        if self._remove_stop_callback is None:
+            wait = WeakMethod(self._wait_for_write)
 
-        The references are weak, and the memory is freed if the script drops the manager without
-        `close`. A save that is being written keeps the manager.
-        """
-        wait, log_failure = WeakMethod(self._wait_for_write), WeakMethod(self._log_unseen_failure)
+            def call() -> None:
+                if (bound := wait()) is not None:
+                    bound()
 
-        def call(method: WeakMethod[Callable[[], None]]) -> None:
-            if (bound := method()) is not None:
-                bound()
-
-        at_exit = partial(call, log_failure)
-        atexit.register(at_exit)
-        remove_stop_callback = context().on_stop(partial(call, wait))
-
-        def remove() -> None:
-            atexit.unregister(at_exit)
-            remove_stop_callback()
-
-        self._remove_end_callbacks = remove
-        finalize(self, remove).atexit = False
-
-    def _copy_for_save(
-        self,
-        step: int,
-        flat: FlatState,
-        writers: RankWriters,
-        kept: tuple[PackImage, MappedSlot] | None,
-    ) -> tuple[PackImage, MappedSlot]:
-        """Copy the state to a slot, unless the copy of its snapshot can be written to the disk.
-
-        Args:
-            step: the step.
-            flat: the state.
-            writers: the ranks that write the state.
-            kept: the pack and the slot of the snapshot of this step, if there is one.
-
-        Returns:
-            The pack to write to the disk, and the slot that contains its copy.
-        """
-        if flat.has_parts:
-            has_rest = writers.rank == 0
-            image = plan_part_layout(self._layouts, step, flat, has_rest=has_rest, has_copies=False)
-        else:
-            image = self._layouts.plan(flat, {"step": step})
-        if kept is not None and kept[0].size - image.size <= MAX_REDUNDANT_BYTES:
-            return kept
-        if self._snapshots is not None:
-            return image, self._snapshots.copy_for_save(image)
-        return image, self._private_slots.copy(image)
-
-    def _write(
-        self,
-        write: Callable[[], None],
-        publish: Callable[..., None],
-        committer: Committer,
-        started: tuple[int, float],
-        comparison: RankComparison | PartComparison | None,
-    ) -> None:
-        """Write a checkpoint and publish the result. This runs in the writer thread.
-
-        Args:
-            write: writes and commits the checkpoint.
-            publish: publishes the result, given the error if there is one.
-            committer: the committer that `write` uses. `self._committer` may be another one by now,
-                because the process group has changed.
-            started: the step, and the start of the call of `save` by `monotonic`.
-            comparison: the comparison with the states of other ranks, if this rank makes one.
-        """
-        step, started_at = started
-        try:
-            write()
-        except BaseException as error:
-            publish(error)
-            raise
-        publish(is_compared=not isinstance(comparison, RankComparison) or comparison.is_complete)
-        # Where another rank commits, the commit has happened just before this.
-        committed_at = committer.committed_at
-        finished_at = committed_at if committed_at > started_at else monotonic()
-        self.last_durable_s = finished_at - started_at
-        context().report_saved(step)
+            self._remove_stop_callback = context().on_stop(call)
+            finalize(self, self._remove_stop_callback).atexit = False
 
     def snapshot(self, step: int, state: object) -> bool:
         """Keep the state after a step in memory of this node's agent, which outlives this process.
@@ -527,7 +525,23 @@ class CheckpointManager:
         kept = None if self._snapshots is None else self._snapshots.keep_state(step, flat)
         if kept is not None:
             context().report_snapshot(step)
+            if not self._has_begun and self.is_writer:
+                # The directory must tell the next start which state this branch continues, if the
+                # memory of all nodes is lost. Nothing waits for this.
+                self._has_begun = True
+                self._writer.claim(self._claim_or_warn)
         return kept
+
+    def _claim_or_warn(self) -> None:
+        """Acquire the directory for the snapshots of a new branch, in the writer thread."""
+        try:
+            self._committer.claim()
+        except CheckpointError as error:
+            log.warning(
+                "%s. Snapshots go on. But if the memory of all nodes is lost before a checkpoint "
+                "is saved, the next start continues what was saved before this job",
+                error,
+            )
 
     def on_group_changed(self, local_rank: int) -> None:
         """Forget what depends on the members of the process group, after they were replaced.
@@ -540,18 +554,18 @@ class CheckpointManager:
         was_writer = "_rank_info" in vars(self) and self.is_writer
         self._local_rank = local_rank
         snapshots = vars(self).pop("_snapshots", None)
-        for name in ("_rank_info", "_committer", "_this_rank", "_all_ranks", "_results"):
+        if (results := vars(self).get("_results")) is not None:
+            results.is_cancelled = True
+        for name in ("_rank_info", "_committer", "_writers", "_results"):
             vars(self).pop(name, None)
         if snapshots is not None:
             self._run_exclusively("the memory of snapshots is not freed", snapshots.close)
-        if self._save_group is not None:
-            # A save of all ranks may have lost some of them.
-            self._log_unseen_failure()
-            with contextlib.suppress(RuntimeError, ValueError):
-                dist.destroy_process_group(self._save_group)
-            self._save_group = None
+        last = self._last_save
+        if last is not None and last.is_sharded:
+            self._log_unseen_failure()  # A save of all ranks may have lost some of them.
         elif was_writer and not self.is_writer:
             self._wait_for_write()  # before the new writer acquires the fence
+        self._open_calls.clear()
         self._remote_saves.clear()
 
     def on_state_broadcast(
@@ -590,6 +604,11 @@ class CheckpointManager:
                 f"step {step} is not kept",
                 partial(snapshots.adopt_restored_state, agreed, state),
             )
+
+    @property
+    def last_durable_s(self) -> float | None:
+        """Seconds from the call of the last finished save until it was durable, or None."""
+        return self._writer.last_durable_s
 
     @property
     def per_rank(self) -> tuple[str, ...]:
@@ -634,9 +653,11 @@ class CheckpointManager:
         if self._is_fork:
             return
         deadline = None if timeout is None else monotonic() + timeout
-        saves = [save for save in (self._last_save, *self._remote_saves) if save is not None]
-        if self._last_save is not None:
-            self._last_save.find_late_difference()
+        self._report_interrupted_calls()
+        last_save = self._last_save
+        saves = [save for save in (last_save, *self._remote_saves) if save is not None]
+        if last_save is not None:
+            last_save.find_late_difference()
         try:
             for save in saves:
                 if not save.was_checked:
@@ -666,17 +687,14 @@ class CheckpointManager:
             self.wait()
         finally:
             # If the wait was interrupted, the writer still needs the resources.
-            if self._last_save is None or self._last_save.done():
+            if not self._writer.jobs:
                 self._release()
 
     def _release(self) -> None:
-        if self._remove_end_callbacks is not None:
-            self._remove_end_callbacks()
+        if self._remove_stop_callback is not None:
+            self._remove_stop_callback()
         self._run_exclusively("the memory of copies is not freed", self._free_slots)
-        vars(self).pop("_all_ranks", None)  # It has connections to the other ranks.
-        group, self._save_group = self._save_group, None
-        if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)
+        vars(self).pop("_writers", None)  # It has connections to the other ranks.
         self._is_released = True
 
     def _free_slots(self) -> None:
@@ -694,16 +712,33 @@ class CheckpointManager:
             self._remote_saves.clear()
         self.close()
 
+    @property
+    def _last_save(self) -> LocalSave | None:
+        """The last save that was posted to the writer. It may be finished."""
+        try:
+            return self._writer.jobs[-1]
+        except IndexError:
+            return self._writer.last
+
     def _check_last_save(self) -> None:
         """Wait for this rank's last save. Raise its failure, unless a caller has checked it."""
         last = self._last_save
-        if last is not None and (not last.was_checked or last.find_late_difference()):
-            last.wait()
+        if last is not None:
+            last.settle()
+            if last.unseen_failure() is not None:
+                last.wait()
 
     def _wait_for_write(self) -> None:
         """Wait for this rank's last save. A failure is kept for `wait`."""
-        if self._last_save is not None:
-            self._last_save.settle()
+        self._report_interrupted_calls()
+        if (last := self._last_save) is not None:
+            last.settle()
+
+    def _report_interrupted_calls(self) -> None:
+        """Tell the other ranks about calls of `save` that an exception has interrupted anywhere."""
+        if self._open_calls and not (self._is_fork or self._copying.is_running):
+            with contextlib.suppress(CallRejectedError):
+                self._copying.run(partial(self._report_failed_calls, interrupted_before=self))
 
     def _log_unseen_failure(self) -> None:
         """Wait for this rank's last save, and log a failure, because no other call follows."""
@@ -735,8 +770,8 @@ class CheckpointManager:
             state: a dict of names to objects with `state_dict` and `load_state_dict`, containers
                 and tensors, as they were saved. They are changed in place, see
                 `restore.restore_from`.
-            step: restore this step and no other. The newer steps are abandoned by the next `save` or
-                `snapshot`; before that, a `restore` without a step finds the newest one. A step
+            step: restore this step and no other. The next `save` or `snapshot` abandons the newer
+                steps; before that, a `restore` without a step finds the newest one. A step
                 that the job has abandoned can be given, or the name of its folder, if there are
                 several of the step.
             strict: whether it is an error if only the state, or only the checkpoint, has a name.
@@ -812,7 +847,7 @@ class CheckpointManager:
 
     def _begin(self, writer: Writer, line: Line) -> None:
         """Begin another branch with the next save or snapshot."""
-        self._origin = (writer, line)
+        self._origin, self._has_begun = (writer, line), False
         if "_committer" in vars(self):
             self._committer.begin(writer, line)
         if self._snapshots is not None:
@@ -950,8 +985,8 @@ class CheckpointManager:
         storage, folder = self._catalog.storage, snapshot_folder()
         if folder is not None and isinstance(storage, LocalStorage | FsspecStorage):
             name = f"claimed.{zlib.crc32(os.fsencode(storage.name)):08x}"
-            with contextlib.suppress(OSError), open(os.path.join(folder, name), "w") as file:
-                file.write(storage.name)
+            with contextlib.suppress(OSError), open(os.path.join(folder, name), "wb") as file:
+                file.write(os.fsencode(storage.name))
 
     @property
     def _memory_name(self) -> str:
@@ -959,26 +994,9 @@ class CheckpointManager:
         return f"state-{zlib.crc32(os.fsencode(self._name)):08x}"
 
     @cached_property
-    def _this_rank(self) -> RankWriters:
-        return RankWriters(self._committer)
-
-    @cached_property
-    def _all_ranks(self) -> RankWriters:
-        if not dist.is_initialized():
-            if self._rank_info.world_size > 1:
-                raise CheckpointError(
-                    "values are saved by rank, which needs a process group of all "
-                    f"{self._rank_info.world_size} ranks: call torch.distributed.init_process_group"
-                )
-            return RankWriters(self._committer, PeerGroup())
-        if self._group is None:
-            self._save_group = dist.new_group(backend="gloo")
-            return RankWriters(self._committer, PeerGroup(self._save_group))
-        rank_info, results = self._rank_info, self._results
-        peers = PeerGroup.connect(
-            results.store, results.next_group_name(), rank_info.rank, rank_info.world_size
-        )
-        return RankWriters(self._committer, peers)
+    def _writers(self) -> RankWriters:
+        rank_info = self._rank_info
+        return RankWriters(self._committer, self._results, rank_info.rank, rank_info.world_size)
 
     @cached_property
     def _results(self) -> SaveResults:
@@ -1010,6 +1028,7 @@ class CheckpointManager:
             # An agent cannot write to a storage that the caller has defined.
             folder=storage.name if isinstance(storage, LocalStorage | FsspecStorage) else "",
             layouts=self._layouts,
+            thread=self._writer,
         )
         source.begin(writer, line)
         _free_when_dropped(self, source)
@@ -1059,16 +1078,16 @@ def _check(metrics: Mapping[str, float] | None) -> Mapping[str, float]:
     return checked
 
 
+def _running_check(call: SingleCall) -> Callable[[], bool]:
+    return lambda: call.is_running
+
+
 def _free_when_dropped(manager: CheckpointManager, memory: SnapshotSlots | SnapshotSource) -> None:
     """Free the copies of a manager that the script drops without `close`."""
     process = os.getpid()
 
     def free() -> None:
-        # The files belong to the process that created the manager. A thread frees them, because
-        # the garbage collector calls this in any thread, even in one that `close` waits for.
-        if os.getpid() == process:
-            thread = daemon_thread(memory.close, "elasticlib-free-copies")
-            with contextlib.suppress(RuntimeError):
-                _thread.start_new_thread(thread.start, ())
+        if os.getpid() == process:  # The files belong to the process that created the manager.
+            memory.free()
 
     finalize(manager, free).atexit = False

@@ -80,7 +80,7 @@ class Writer:
         It is derived, so that all ranks have the same one without an exchange.
         """
         text = f"{self.launch}/{self.generation}/{self.number}"
-        return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:8]
+        return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:8]
 
     def __str__(self) -> str:
         job = f"generation {self.generation} of run {self.run!r}" if self.run else "a process"
@@ -217,7 +217,7 @@ def continue_line(line: Line, longer: Line) -> Line:
     return line
 
 
-def line_now(fence: Fence | None, refs: Iterable[StateRef], launch: str) -> Line:
+def line_now(fence: Fence | None, refs: Iterable[StateRef], launch: str | None) -> Line:
     """Return the line that the job is on.
 
     The snapshots of this launch, and the fence if this launch has it, tell what the launch has
@@ -227,7 +227,7 @@ def line_now(fence: Fence | None, refs: Iterable[StateRef], launch: str) -> Line
     Args:
         fence: the fence of the directory; None if it is lost, corrupt, or was never written.
         refs: all states, of all tiers.
-        launch: see `Writer.launch`.
+        launch: this launch, see `Writer.launch`; None: the snapshots of any launch count.
     """
     refs = tuple(refs)
     lines = [(ref.writer.order, ref.line) for ref in refs if _is_snapshot_of(ref, launch)]
@@ -240,8 +240,8 @@ def line_now(fence: Fence | None, refs: Iterable[StateRef], launch: str) -> Line
     return continue_line(line, stored)
 
 
-def _is_snapshot_of(ref: StateRef, launch: str) -> bool:
-    return ref.tier != DISK and bool(ref.line) and ref.writer.launch == launch
+def _is_snapshot_of(ref: StateRef, launch: str | None) -> bool:
+    return ref.tier != DISK and bool(ref.line) and launch in (None, ref.writer.launch)
 
 
 def _line_of_last_claim(refs: Iterable[StateRef]) -> Line:

@@ -39,6 +39,7 @@ from .collectives import (
     peer_group,
     raise_first_error,
 )
+from .node_reading import NodeReading
 from .pack import unpack, unpack_part
 from .per_rank import MissingValue, RankValueRule
 from .rank_digests import MAX_SHOWN_PATHS, DigestCache, StateDigest
@@ -182,6 +183,10 @@ class StateSource(abc.ABC):
     CheckpointError if it was deleted.
     """
 
+    # Ranks of one node whose sources have the same place read the same bytes of a state that is not
+    # sharded, so one of them reads for all. If it is empty, each rank reads for itself.
+    place = ""
+
     @abc.abstractmethod
     def list_states(self) -> Sequence[StateRef]:
         """Return the states in the storage, unreadable and corrupt ones included."""
@@ -206,6 +211,14 @@ class StateSource(abc.ABC):
         """
         return None
 
+    def size_of(self, ref: StateRef) -> int:
+        """Return the size of the pack of a state. A source with a `place` has this method."""
+        raise NotImplementedError
+
+    def read_into(self, ref: StateRef, buffer: memoryview) -> None:
+        """Read and verify the pack of a state. A source with a `place` has this method."""
+        raise NotImplementedError
+
     def release(self) -> None:  # noqa: B027 - most sources have nothing to release
         """Release all views."""
 
@@ -220,6 +233,7 @@ class DiskSource(StateSource):
 
     def __init__(self, folder: CheckpointCatalog, name: str = "") -> None:
         self._folder, self._name = folder, name
+        self.place = folder.storage.name
         self._last_read: tuple[tuple[StateRef, int], memoryview] | None = None
 
     def list_states(self) -> Sequence[StateRef]:
@@ -245,6 +259,13 @@ class DiskSource(StateSource):
             self._folder.check_file(ref, part)
         else:
             self.view(ref, part)
+
+    def size_of(self, ref: StateRef) -> int:
+        return self._folder.manifest(ref).files[0].size
+
+    def read_into(self, ref: StateRef, buffer: memoryview) -> None:
+        self._last_read = None
+        self._folder.read_into(ref, buffer)
 
     def release(self) -> None:
         self._last_read = None
@@ -359,7 +380,9 @@ class StateSearch:
         launch: the launch of this job, see `refs.line_now`.
     """
 
-    def __init__(self, group: PeerGroup, sources: Sequence[StateSource], launch: str) -> None:
+    def __init__(
+        self, group: PeerGroup, sources: Sequence[StateSource], launch: str | None
+    ) -> None:
         self.group = group
         self.line: Line = ()  # that the job is on
         self.number = 0  # of this restore in rank 0
@@ -410,7 +433,8 @@ class StateSearch:
         """
         refs = [ref for refs in self._refs_by_rank for ref in refs]
         self.line = line_now(fence, refs, self._launch)
-        is_known = any(ref.tier != DISK and ref.writer.launch == self._launch for ref in refs)
+        launches = {ref.writer.launch for ref in refs if ref.tier != DISK}
+        is_known = self._launch in launches or (self._launch is None and bool(launches))
         if problem and not is_known:
             raise CheckpointError(f"rank 0 could not read which state the job continues: {problem}")
 
@@ -482,8 +506,31 @@ class StateSearch:
         """
         return ("" if _is_shared(ref) else self._nodes[rank]), ref
 
+    def find_readers(
+        self, holders: Mapping[int, StateRef], places: Sequence[str]
+    ) -> dict[int, int]:
+        """Return which rank reads a state that is not sharded, for each rank that can.
+
+        It is the first rank of the node that finds the same bytes in the same place.
+
+        Args:
+            holders: what each rank reads.
+            places: the `StateSource.place` of each rank's source.
+        """
+        first: dict[Any, int] = {}
+        return {
+            rank: first.setdefault((places[rank], self.copy_id(rank, ref)), rank)
+            if places[rank]
+            else rank
+            for rank, ref in sorted(holders.items())
+        }
+
     def try_parts(
-        self, plan: RestorePlan, parts: Iterable[int], action: Callable[[int], Any]
+        self,
+        plan: RestorePlan,
+        parts: Iterable[int],
+        action: Callable[[int], Any],
+        readers: Mapping[int, int] | None = None,
     ) -> list[dict[int, Any]] | None:
         """On all ranks, run an action for parts of a state; exclude the copies for which it fails.
 
@@ -491,6 +538,8 @@ class StateSearch:
             plan: the state.
             parts: the parts that this rank is responsible for.
             action: takes the number of a part and returns a JSON value.
+            readers: the result of `find_readers`, if this rank reads for others. If it fails, the
+                copy is excluded for all of them.
 
         Returns:
             The results by rank and part; or None, on all ranks, if the action failed on any rank.
@@ -508,6 +557,11 @@ class StateSearch:
                 error_of_part = RankError(*row)
                 ref = plan.holders[part][rank]
                 self.exclude_copy(rank, ref, error_of_part.message)
+                self._excluded |= {
+                    (other, plan.holders[part][other])
+                    for other, reader in (readers or {}).items()
+                    if reader == rank
+                }
                 if error_of_part.is_unreadable:
                     problem, integrity = error_of_part.message, Integrity.UNREADABLE
                     self._unusable.append(attrs.evolve(ref, integrity=integrity, problem=problem))
@@ -579,7 +633,7 @@ def restore_from(
     group: dist.ProcessGroup | None = None,
     *,
     node: str = "",
-    launch: str = "",
+    launch: str | None = None,
     step: int | str | None = None,
     strict: bool = True,
     if_unusable: IfUnusable = "raise",
@@ -608,7 +662,8 @@ def restore_from(
         group: the ranks; by default the default group, or this process alone if there is none. A
             group that transfers no CPU tensors (NCCL) must have all ranks.
         node: the name of this rank's node; by default the host name.
-        launch: the launch of this job, whose snapshots tell which state it has continued last.
+        launch: the launch of this job, whose snapshots tell which state it has continued last. The
+            default is any launch.
         step: restore this step and no other; or the folder of a checkpoint. All ranks give the same
             value.
         strict: raise on all ranks if a name is only in `state` or was only saved. If False, such
@@ -777,20 +832,14 @@ def _fetch_replicated(
         copy or state has to be chosen.
     """
     group, step, holders = search.group, plan.step, plan.holders[0]
-    pack: memoryview | None = None
-
-    def read(_part: int) -> str:
-        nonlocal pack
-        ref = holders[group.rank]
-        pack = search.source(ref).view(ref)
-        search.source(ref).check(ref)
-        return _fingerprint(pack) if group.world_size > 1 else ""
-
-    digests = search.try_parts(plan, [0] if group.rank in holders else [], read)
-    if digests is None:
+    reading = NodeReading(search, plan, _fingerprint if group.world_size > 1 else lambda _: "")
+    try:
+        digests = reading.read()
+    finally:
+        reading.close()
+    if digests is None or _exclude_divergent_copies(search, holders, digests):
         return None
-    if _exclude_divergent_copies(search, holders, {r: digests[r][0] for r in sorted(holders)}):
-        return None
+    pack = reading.pack
     receivers = [rank for rank in range(group.world_size) if rank not in holders]
     sender = min(holders)
     if receivers:

@@ -21,7 +21,7 @@ from ..agent.interface import SnapshotService
 from ..clock import monotonic
 from ..errors import ConfigError, ElasticError, require_not_none
 from ..rendezvous.interface import RendezvousInfo
-from ..threads import daemon_thread
+from ..threads import daemon_thread, start_thread
 from ..untrusted import open_regular_file
 from ..workers.spec import WorkerGroup
 from .catalog import CheckpointCatalog
@@ -30,6 +30,7 @@ from .end_save import EndSave
 from .refs import Writer
 from .replication import (
     JOIN_TIMEOUT_S,
+    ReplicaEndpoint,
     ReplicaReceiver,
     ReplicaSender,
     SnapshotKind,
@@ -67,6 +68,7 @@ class ReplicationSession:
         replicas: The number of other nodes that store each snapshot.
         num_workers: The number of workers of this node.
         secret: The job's secret, if it has one.
+        address: As for `NodeSnapshotService`.
     """
 
     def __init__(
@@ -77,7 +79,9 @@ class ReplicationSession:
         num_workers: int,
         *,
         secret: bytes | None,
+        address: str,
     ) -> None:
+        self._info, self._address = info, address
         self._store, self._rank = info.store, info.rank
         self._exchange_prefix = info.exchange_prefix
         self._num_nodes, self._num_workers = info.world_size, num_workers
@@ -88,25 +92,50 @@ class ReplicationSession:
         self._senders = [ReplicaSender(info, target, attempt_dir, secret) for target in targets]
         self._thread = daemon_thread(self._run, "agent-snapshots")
         self._is_stopped = False
+        self._endpoint: ReplicaEndpoint | None = None  # once this node receives snapshots
         self._is_endpoint_published = False
         self._is_replication_published = False
         self._is_cleared = False  # no snapshot of an earlier attempt is left
 
-    def start(self, address: str) -> None:
-        """Start to receive snapshots at this address, and to send them.
+    def start(self) -> None:
+        """Start to receive snapshots and to send them.
+
+        The address is found in another thread if a name has to be resolved for it, because the
+        caller is the agent's event loop. An address that cannot be used is then a warning.
 
         Raises:
-            OSError: `address` is not an address of this node, or the memory cannot be used.
+            OSError: The address is not one of this node, or the memory cannot be used.
         """
-        self._endpoint = self._receiver.start(address)
+        self._pipe = self._open_pipe()
         try:
-            self._pipe = self._open_pipe()
+            if _is_literal(self._address or self._info.bootstrap_store_info.master_addr):
+                self._receive()
+            else:
+                start_thread(daemon_thread(self._receive_or_warn, "agent-replicas-address"))
         except BaseException:
             self._receiver.stop()
+            self._close_pipe()
             raise
         for sender in self._senders:
             sender.start()
         self._thread.start()
+
+    def _receive(self) -> None:
+        self._endpoint = self._receiver.start(self._address or own_address(self._info))
+
+    def _receive_or_warn(self) -> None:
+        try:
+            self._receive()
+        except OSError as error:
+            if not self._is_stopped:
+                what = f"use {self._address}" if self._address else "find its own address"
+                log.warning(
+                    "this node stores no snapshots of other nodes in generation %d: it cannot %s: "
+                    "%s; set local_addr (--local-addr) to an address at which they reach it",
+                    *(self._info.generation, what, error),
+                )
+        else:
+            wake_agent(self._attempt_dir)
 
     def flush(self, timeout_s: float) -> None:
         """Wait until the other nodes have the last snapshots, for at most `timeout_s` seconds."""
@@ -130,6 +159,10 @@ class ReplicationSession:
         # It is also opened for writing, so that it is not at its end while no worker has it open.
         return os.open(self._attempt_dir / WAKEUP_PIPE, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
+    def _close_pipe(self) -> None:
+        os.close(self._pipe)
+        (self._attempt_dir / WAKEUP_PIPE).unlink(missing_ok=True)
+
     def _run(self) -> None:
         while not self._is_stopped:
             for sender in self._senders:
@@ -149,11 +182,10 @@ class ReplicationSession:
                     pipe = self._open_pipe()
                     os.close(self._pipe)
                     self._pipe = pipe
-        os.close(self._pipe)
-        (self._attempt_dir / WAKEUP_PIPE).unlink(missing_ok=True)
+        self._close_pipe()
 
     def _publish_endpoint(self) -> None:
-        if not self._is_endpoint_published:
+        if self._endpoint is not None and not self._is_endpoint_published:
             key = endpoint_key(self._exchange_prefix, self._rank)
             require_not_none(self._store, "the store").set(key, self._endpoint.encode())
             self._is_endpoint_published = True
@@ -233,24 +265,21 @@ class NodeSnapshotService(SnapshotService):
                 "snapshot_replicas (--snapshot-replicas) needs a store that the nodes share, and "
                 "this rendezvous has none: leave it out"
             )
-        try:
-            address = self._address or own_address(info)
-        except OSError as error:
-            log.warning(
-                "snapshots of generation %d are not replicated from and to this node: it cannot "
-                "find its own address: %s; set local_addr (--local-addr)",
-                *(info.generation, error),
-            )
-            return
         session = ReplicationSession(
-            info, attempt_dir, self._replicas, len(group.workers), secret=self._secret
+            info,
+            attempt_dir,
+            self._replicas,
+            len(group.workers),
+            secret=self._secret,
+            address=self._address,
         )
         try:
-            session.start(address)
+            session.start()
         except OSError as error:
             raise ConfigError(
-                f"this node cannot receive snapshot replicas at {address}: {error}; set local_addr "
-                "(--local-addr) to an address at which the other nodes reach it"
+                f"this node cannot receive snapshot replicas at {self._address or 'its address'}: "
+                f"{error}; set local_addr (--local-addr) to an address at which the other nodes "
+                "reach it"
             ) from error
         self._session = session
 
@@ -324,7 +353,11 @@ def release_directories(memory: Path, writer: Writer) -> None:
 def own_address(info: RendezvousInfo) -> str:
     """Return the local address that this node uses to connect to the generation's first node.
 
-    On the first node, it is the address that the others connect to.
+    On the first node, it is the address that the others connect to. This may block, if that is a
+    name.
+
+    Raises:
+        OSError: The name does not resolve, or there is no route to it.
     """
     first = info.bootstrap_store_info
     addresses = socket.getaddrinfo(
@@ -337,3 +370,10 @@ def own_address(info: RendezvousInfo) -> str:
         # Connecting a datagram socket chooses a route and sends nothing.
         probe.connect(target)
         return str(probe.getsockname()[0])
+
+
+def _is_literal(host: str) -> bool:
+    """Return True if a host is given by its address, so that no name server is asked for it."""
+    with contextlib.suppress(socket.gaierror):
+        return bool(socket.getaddrinfo(host, 0, flags=socket.AI_NUMERICHOST))
+    return False

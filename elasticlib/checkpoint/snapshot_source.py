@@ -6,21 +6,17 @@ newest complete snapshot is found whenever the worker is killed.
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import logging
 import os
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import attrs
 
 from ..clock import monotonic, wall
 from ..errors import CheckpointCorruptError, CheckpointError
-from ..threads import CallRejectedError, ExclusiveCall, Latch, daemon_thread
 from ..workers.spec import SNAPSHOTS_ENV
 from .pack import LayoutCache, PackImage
 from .refs import MAX_BRANCHES_IN_HEADER, Line, StateRef, Writer, begin
@@ -40,10 +36,9 @@ from .snapshot_slots import (
 )
 from .state_tree import FlatState, flatten, is_dtensor
 from .tensor_layout import lock_pages
+from .writer import WriterThread
 
 log = logging.getLogger("elasticlib.checkpoint")
-
-_STOP_POLL_INTERVAL_S = 0.005  # between checks whether the background thread has exited
 
 
 def snapshot_folder() -> str | None:
@@ -88,6 +83,7 @@ class SnapshotSource(StateSource):
         folder: Where the agent writes the newest snapshot when the job drains or fails for good;
             empty for nowhere.
         layouts: The layouts of the last states.
+        thread: Writes saves from the slots, and allocates memory in idle time.
     """
 
     def __init__(
@@ -101,6 +97,7 @@ class SnapshotSource(StateSource):
         writes: bool = True,
         folder: str = "",
         layouts: LayoutCache | None = None,
+        thread: WriterThread | None = None,
     ) -> None:
         if not 0 <= rank < world_size:
             raise CheckpointError(f"need 0 <= rank < world_size, got {rank} of {world_size}")
@@ -110,9 +107,9 @@ class SnapshotSource(StateSource):
         self._writes = writes
         self._layouts = layouts or LayoutCache()
         self._sequence = 0  # the last number given to a snapshot, even to one that failed
-        self._slots = SnapshotSlots(attempt)
+        self._writer = thread or WriterThread()
+        self.slots = SnapshotSlots(attempt, jobs=self._writer.jobs)
         self._waker = AgentWaker(attempt)
-        self._allocator = _Preallocation(self._slots)
         self._has_earlier = True  # whether snapshots of earlier attempts may be left to remove
         self._maps = contextlib.ExitStack()
         self._mapped: dict[StateRef, memoryview] = {}
@@ -234,7 +231,7 @@ class SnapshotSource(StateSource):
             saved_at=wall(),
             copy=copy,
         )
-        slot = self._copy(image, header)
+        slot = self.slots.copy(image, header)
         self._header = header
         # Snapshots that are not needed any more are freed before memory is allocated.
         is_due = self._has_earlier and header.sequence >= header.num_retained
@@ -243,26 +240,19 @@ class SnapshotSource(StateSource):
         self.prepare_next()
         return slot
 
-    def copy_for_save(self, image: PackImage) -> MappedSlot:
-        """Copy a state to a slot that is no snapshot. The caller sets `save` of the slot."""
-        return self._copy(image, None)
-
-    def _copy(self, image: PackImage, header: SnapshotHeader | None) -> MappedSlot:
-        try:
-            self._allocator.pause()
-            return self._slots.copy(image, header)
-        finally:
-            self._allocator.resume()
-
     def prepare_next(self) -> None:
         """Allocate memory in the background if the next snapshot would need a new slot."""
         header = self._header
-        if header.sequence and not self._slots.has_free_slot(header.size, header.num_retained):
-            self._allocator.begin(header)
+        if header.sequence and not self.slots.has_free_slot(header.size, header.num_retained):
+            self._prepare(header.size, header.num_retained)
+
+    def _prepare(self, size: int, num_retained: int) -> None:
+        self._writer.prepare(self.slots.prepare(size, num_retained, lock_pages))
 
     def list_states(self) -> Sequence[StateRef]:
-        """Return the snapshots of this run and name, which may be replicas."""
-        return [ref for ref in self._list() if ref.writer.run == self._header.writer.run]
+        """Return the snapshots of this run and name, which may be replicas, newest first."""
+        refs = [ref for ref in self._list() if ref.writer.run == self._header.writer.run]
+        return sorted(refs, key=lambda ref: (ref.writer.order, ref.step, ref.number), reverse=True)
 
     def view(self, ref: StateRef, part: int = 0) -> memoryview:  # noqa: ARG002 - it has one part
         """Return the memory of a snapshot, which does not change until `release`."""
@@ -288,14 +278,14 @@ class SnapshotSource(StateSource):
         It is as large as what was restored. If that size is not known here, as of a sharded state
         on a disk, the first snapshot allocates its memory itself.
         """
-        part, parts, size = 0, 1, found.pack_bytes
+        parts, size = 1, found.pack_bytes
         for ref in self.list_states():
             is_own = ref.part is None or (ref.part, ref.parts) == (self._rank, self._world_size)
             if ref.step == found.step and is_own:
-                part, parts, size = ref.part or 0, max(1, ref.parts), ref.size
+                parts, size = max(1, ref.parts), ref.size
         # Without DTensors only some ranks keep a snapshot.
         if size and (self._writes or parts > 1):
-            self._allocator.begin(attrs.evolve(self._header, size=size, part=part, parts=parts))
+            self._prepare(size, attrs.evolve(self._header, parts=parts).num_retained)
 
     def adopt_restored_state(self, found: RestoreAgreement, state: object) -> None:
         """Prepare for snapshots after all ranks have restored the newest usable state completely.
@@ -320,8 +310,12 @@ class SnapshotSource(StateSource):
     def close(self) -> None:
         """Unmap the memory. Its snapshots stay."""
         self.release()
-        self._allocator.close()
-        self._slots.close()
+        self.slots.close()
+        self._waker.close()
+
+    def free(self) -> None:
+        """Do what `close` does when nothing refers to the snapshots any more, without waiting."""
+        self.slots.free()
         self._waker.close()
 
     def _list(self) -> list[StateRef]:
@@ -333,63 +327,3 @@ class SnapshotSource(StateSource):
         kind = (self._header.name, part)
         refs = newest_local_snapshots(self._folder)
         return max((ref.number for ref in refs if kind_of(ref) == kind), default=0)
-
-
-class _Preallocation:
-    """A background thread that allocates memory for the next snapshot, and then ends.
-
-    The thread waits while a snapshot is copied. The other methods may be interrupted at any line by
-    an exception of a signal handler. So they take no lock, which could then stay locked, and only
-    change one field after another; the thread checks all of them after each change.
-    """
-
-    def __init__(self, slots: SnapshotSlots) -> None:
-        self._slots = slots
-        self._next: deque[SnapshotHeader] = deque(maxlen=1)  # A later one replaces it.
-        self._is_paused = self._is_closed = False
-        self._changes: SimpleQueue[None] = SimpleQueue()  # wakes the thread
-        self._working = ExclusiveCall()
-
-    def pause(self) -> None:
-        """Make the thread wait until `resume`."""
-        self._is_paused = True
-
-    def resume(self) -> None:
-        """Let the thread continue after `pause`."""
-        self._is_paused = False
-        if self._working.is_running:
-            self._changes.put(None)
-
-    def begin(self, header: SnapshotHeader) -> None:
-        """Start to allocate memory for a snapshot of the same size as the one with this header."""
-        self._next.append(header)
-        if not (self._working.is_running or self._is_closed):
-            # The thread is started by a thread, because signal handlers run in the main thread. An
-            # exception of one of them in `Thread.start` can leave a lock of `threading` locked.
-            _thread.start_new_thread(
-                daemon_thread(self._run, "elasticlib-snapshot-memory").start, ()
-            )
-
-    def close(self) -> None:
-        """Stop the thread, and wait until it has exited."""
-        self._is_closed = True
-        self._changes.put(None)
-        while self._working.is_running:
-            Latch().wait(_STOP_POLL_INTERVAL_S)
-
-    def _run(self) -> None:
-        with contextlib.suppress(CallRejectedError):  # Another thread was started before.
-            self._working.run(self._work)
-
-    def _work(self) -> None:
-        while not self._is_closed:
-            try:
-                header = self._next.popleft()
-            except IndexError:
-                return
-            self._slots.preallocate(header, self._may_continue, lock_pages)
-
-    def _may_continue(self) -> bool:
-        while self._is_paused and not self._is_closed:
-            self._changes.get()
-        return not self._is_closed

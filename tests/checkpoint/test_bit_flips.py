@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from managers import step_folder
 from sample_states import describe
 
 from elasticlib import CheckpointManager
@@ -22,7 +23,7 @@ def state(step: int) -> dict[str, Any]:
         "w": torch.arange(3000.0) + step,
         "gaps": (torch.arange(40.0) + step).view(5, 8).t()[::2],
         "text": f"step {step}",
-        "more": [step, {"loss": step / 7, ("a", 1): None}],
+        "more": [step, {"loss": step / 7, 1: None}],
     }
 
 

@@ -145,7 +145,9 @@ def test_a_process_without_a_launcher_cannot_end_a_job(tmp_path: Path) -> None:
     notebook = CheckpointManager(tmp_path)
     assert restored(notebook) == 10
     save(job, [20])
-    with pytest.raises(CheckpointFencedError, match=r"'job7'.*use another directory, or call claim"):
+    with pytest.raises(
+        CheckpointFencedError, match=r"'job7'.*use another directory, or call claim"
+    ):
         save(notebook, [21])
     save(job, [30])
     # A new launch, and the next generation, take the directory without a question.

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from managers import GatedStorage, capture_errors
+from managers import GatedStorage, capture_errors, step_folder
 from ranks import Ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from elasticlib import CheckpointManager
+from elasticlib import CheckpointManager, KeepEvery, KeepLast, any_of
 from elasticlib.errors import CheckpointError
 from elasticlib.launch.cli import main
 from elasticlib.testing.waiting import wait_until
@@ -198,7 +198,7 @@ def test_all_ranks_restore_the_step_that_all_of_them_give(ranks: Ranks, tmp_path
 def test_a_pinned_checkpoint_is_never_pruned_even_by_a_later_manager(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with CheckpointManager(tmp_path, keep_last=1, keep_every=50) as manager:
+    with CheckpointManager(tmp_path, keep=any_of(KeepLast(1), KeepEvery(50))) as manager:
         for step in (10, 20, 30, 40, 50, 60):
             manager.save(step, state(step), pin=step in (20, 40))
         manager.wait()

@@ -42,12 +42,12 @@ def state_of(step: int, size: int = 100) -> dict[str, Any]:
 
 
 def snapshot_steps(memory: Path) -> list[int]:
-    return sorted(ref.header.step for ref in snapshot_slots.list_snapshots(memory))
+    return sorted(ref.step for ref in snapshot_slots.list_snapshots(memory))
 
 
 def slots(manager: CheckpointManager) -> list[snapshot_slots.MappedSlot]:
     memory = manager._snapshots
-    return [*manager._private_slots._slots, *(memory._slots._slots if memory else ())]
+    return [*manager._private_slots._slots, *(memory.slots._slots if memory else ())]
 
 
 def private_slots(manager: CheckpointManager) -> int:

@@ -87,7 +87,7 @@ class ResizedJob:
 
 def list_parts(folder: str, step: int, parts: int) -> set[int]:
     """Return which of so many parts of a step an agent's memory has."""
-    headers = (one.header for one in snapshot_slots.list_snapshots(folder))
+    headers = snapshot_slots.list_snapshots(folder)
     return {
         one.part for one in headers if (one.step, one.parts, one.sharded) == (step, parts, True)
     }

@@ -201,12 +201,12 @@ class SoakJob:
     def newest_committed_step(self) -> int:
         """Return the step of the newest checkpoint on the disk, or 0."""
         catalog = CheckpointCatalog(open_storage(self.checkpoints))
-        return max((entry.step for entry in catalog.list_entries() if entry.manifest), default=0)
+        return max((ref.step for ref in catalog.live_refs() if ref.is_usable), default=0)
 
     def newest_checkpoint_file(self) -> Path:
         """Return the largest file of the newest checkpoint."""
         manifests = sorted(self.checkpoints.glob("step-*/manifest.json"))
-        files = manifests[-1].parent.glob("*.pack")
+        files = manifests[-1].parent.glob("*.safetensors")
         return max(files, key=lambda path: path.stat().st_size)
 
     # -- nodes and processes --------------------------------------------------------------------
