@@ -156,10 +156,10 @@ def growing_end_folders(
 
 
 def _read_data_file(storage: CheckpointStorage, folder: str, name: str, size: int) -> DataFile:
-    """Return the description of a durable data file for a manifest. The file ends with its checksum.
+    """Return the description of a durable data file for a manifest.
 
     Raises:
-        CheckpointError: the file has no checksum.
+        CheckpointCorruptError: the file does not end with a checksum.
     """
     end = bytearray(CHECKSUM_BYTES)
     storage.read_into(f"{folder}/{name}", memoryview(end), start=max(0, size - CHECKSUM_BYTES))
