@@ -263,7 +263,7 @@ class CheckpointCatalog:
         self._refs = {ref.place: ref for ref in refs if ref is not None}
         for cache in (self._manifests, self._integrity):
             for place in cache.keys() - self._refs.keys():
-                del cache[place]
+                cache.pop(place, None)  # The writer thread may list at the same time.
         return [self._with_integrity(ref) for ref in self._refs.values()]
 
     def read_ref(self, place: str) -> StateRef | None:
