@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -59,7 +58,6 @@ from .storage import CHECKSUM_BYTES, temp_target
 
 log = logging.getLogger("elasticlib.checkpoint")
 
-_SCRATCH = "final-save."  # see final_save.py
 _save_numbers = itertools.count(1)  # make the folders of the managers of one process unique
 
 NOT_WRITABLE_ERRORS = {
@@ -87,12 +85,6 @@ class FileDeletedError(CheckpointError):
 
 class NotWritableError(CheckpointError):
     """The directory cannot be written: the disk is full or read-only, or permission is missing."""
-
-
-def scratch_prefix(writer: Writer) -> str:
-    """Return the prefix of the scratch directories of the final save of the writer's generation."""
-    generation = f"{writer.launch}/{writer.generation}"
-    return f"{_SCRATCH}{hashlib.sha256(generation.encode()).hexdigest()[:16]}"
 
 
 class Committer:
@@ -211,6 +203,18 @@ class Committer:
             # The storage writes the checksum in the place of the last entry of the pack.
             checksum = self._storage.write(f"{folder}/{name}", data[:-CHECKSUM_BYTES])
             return DataFile(name, len(data), checksum)
+
+    def put(self, folder: str, name: str, data: memoryview) -> bool:
+        """Write a data file durably, unless another agent has it or writes it.
+
+        Returns:
+            Whether the file was written.
+
+        Raises:
+            CheckpointError: the disk failed.
+        """
+        with self._translate_errors(f"could not be written to {folder}"):
+            return self._storage.put(f"{folder}/{name}", data[:-CHECKSUM_BYTES])
 
     def commit(
         self,
@@ -347,12 +351,11 @@ class Committer:
         return acquired
 
     def _is_agent_of(self, fence: Fence | None) -> bool:
-        """Return whether this is an agent, and workers of its generation or a later one write."""
+        """Return whether this is an agent, and the workers have the fence for its line."""
         if self._retention is not None or fence is None:
             return False
         holder = fence.writer
-        is_later = holder.generation >= self.writer.generation
-        return holder.launch == self.writer.launch and is_later
+        return holder.launch == self.writer.launch and holder.order >= self.writer.order
 
     def _write_fence(self, fence: Fence) -> Line:
         """Write the fence, and delete leftovers. Return its line: branches that have a state."""
@@ -372,10 +375,7 @@ class Committer:
             if temp_target(name):
                 self._storage.remove(name)
         for folder in self._storage.list_folders():
-            is_scratch = folder.startswith(_SCRATCH)
-            if is_scratch and folder.startswith(scratch_prefix(self.writer)):
-                continue
-            is_ours = is_scratch or parse_folder_name(folder) is not None
+            is_ours = parse_folder_name(folder) is not None
             if not is_ours or folder in committed or self._storage.is_link(folder):
                 continue
             if MANIFEST_NAME not in self._storage.list_files(folder):

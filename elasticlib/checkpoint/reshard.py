@@ -123,7 +123,7 @@ def plan_part_layout(
     rows: list[Any] = []
     for path, box in boxes.items():
         dtensor = flat.shards[path]
-        if box is not None and (has_copies or _is_first_copy(dtensor)):
+        if box is not None and (has_copies or not _copy_number(dtensor)):
             local = tensors[path] = local_tensor(dtensor)
             shard = TensorShard(
                 name=path_name(path),
@@ -197,11 +197,27 @@ def _plan_local_box(dtensor: DTensor) -> Box | None:
     return None
 
 
-def _is_first_copy(dtensor: DTensor) -> bool:
-    """Return True if this rank is the first of the ranks that have the same elements."""
-    coordinate = dtensor.device_mesh.get_coordinate() or ()
-    positions = zip(coordinate, dtensor.placements, strict=True)
-    return not any(index for index, placement in positions if placement.is_replicate())
+def copy_number(dtensors: Iterable[DTensor]) -> int:
+    """Return the number of this rank among the ranks that have the same elements, from 0.
+
+    It is 0 if this rank is the first one that has the elements of any of these tensors.
+    """
+    lowest = None
+    for number in map(_copy_number, dtensors):
+        lowest = number if lowest is None else min(lowest, number)
+        if not lowest:
+            break
+    return lowest or 0
+
+
+def _copy_number(dtensor: DTensor) -> int:
+    """Return the number of this rank among the ranks that have the same elements of a tensor."""
+    mesh, number = dtensor.device_mesh, 0
+    rows = zip(mesh.get_coordinate() or (), mesh.shape, dtensor.placements, strict=False)
+    for index, size, placement in rows:
+        if placement.is_replicate():
+            number = number * size + index
+    return number
 
 
 def _partial_mesh(dtensor: DTensor) -> str:

@@ -1,4 +1,4 @@
-"""Snapshot service of an agent: replicas on other nodes, freeing of memory, and the final save.
+"""Snapshot service of an agent: replicas on other nodes, freeing of memory, and the end save.
 
 Workers write their snapshots into the directory of their attempt (one start of an agent's workers),
 and wake the agent through a pipe there. The agent sends the snapshots to other nodes, stores those
@@ -14,6 +14,7 @@ import os
 import select
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from ..agent.interface import SnapshotService
@@ -21,8 +22,12 @@ from ..clock import monotonic
 from ..errors import ConfigError, ElasticError, require_not_none
 from ..rendezvous.interface import RendezvousInfo
 from ..threads import daemon_thread, start_thread
+from ..untrusted import open_regular_file
 from ..workers.spec import WorkerGroup
-from .final_save import FinalSave
+from .catalog import CheckpointCatalog
+from .commit import Committer
+from .end_save import EndSave
+from .refs import Writer
 from .replication import (
     JOIN_TIMEOUT_S,
     ReplicaEndpoint,
@@ -43,10 +48,14 @@ from .snapshot_slots import (
     remove_superseded,
     wake_agent,
 )
+from .storage import open_storage
 
 log = logging.getLogger("elasticlib.checkpoint")
 
 FLUSH_TIMEOUT_S = 5.0  # A node that leaves waits this long for other nodes to store its snapshots.
+RELEASE_TIMEOUT_S = 10.0  # A disk that hangs must not keep an agent from ending.
+CLAIMED_PREFIX = "claimed."  # of a file in which a worker names a directory that it has claimed
+MAX_LOCATION_BYTES = 8192
 POLL_INTERVAL_S = 2.0  # An agent without a wakeup notices removed memory after this time.
 
 
@@ -237,7 +246,8 @@ class NodeSnapshotService(SnapshotService):
         self._attempt_dir: Path | None = None  # of the last attempt that had memory
         self._info: RendezvousInfo | None = None  # the last generation
         self._session: ReplicationSession | None = None
-        self._helping: FinalSave | None = None  # writes parts for nodes that leave
+        self._helping: EndSave | None = None  # writes parts for nodes that leave
+        self._has_job_ended = False  # on all nodes
 
     def on_workers_starting(self, info: RendezvousInfo, group: WorkerGroup) -> None:
         self._stop()
@@ -276,22 +286,40 @@ class NodeSnapshotService(SnapshotService):
     def on_workers_stopped(self) -> None:
         if self._attempt_dir is not None and self._helping is None:
             # A node that leaves may need parts that are here, and waits for this node to write.
-            self._helping = self._create_final_save(self._attempt_dir, leaves=False)
+            self._helping = self._create_end_save(self._attempt_dir, leaves=False)
             daemon_thread(self._helping.run, "agent-helps").start()
+
+    def on_job_ended(self) -> None:
+        self._has_job_ended = True
 
     def close(self, *, flush: bool, cancel_reason: Callable[[], str] = str) -> str:
         if flush and self._session is not None:
             self._session.flush(FLUSH_TIMEOUT_S)
         self._stop()
-        if not flush or self._attempt_dir is None:
-            return ""
-        final_save = self._create_final_save(self._attempt_dir, leaves=True)
-        problem = final_save.run(cancel_reason=cancel_reason)
-        self.saved_step = final_save.saved
+        problem = ""
+        if flush and self._attempt_dir is not None:
+            end_save = self._create_end_save(self._attempt_dir, leaves=True)
+            problem = end_save.run(cancel_reason=cancel_reason)
+            self.saved_step = end_save.saved
+        if self._has_job_ended:
+            self._release_directories(cancel_reason)
         return problem
 
-    def _create_final_save(self, attempt_dir: Path, *, leaves: bool) -> FinalSave:
-        return FinalSave(attempt_dir.parent, self._info, is_leaving=leaves)
+    def _release_directories(self, cancel_reason: Callable[[], str]) -> None:
+        """Let any process write to the checkpoint directories of the job, which has ended."""
+        if self._attempt_dir is None or self._info is None:
+            return
+        writer = Writer(self._info.run_id, self._info.incarnation)
+        release = partial(release_directories, self._attempt_dir.parent, writer)
+        # Nothing can interrupt a thread that waits for a disk that hangs.
+        thread = daemon_thread(release, "agent-release")
+        thread.start()
+        deadline = monotonic() + RELEASE_TIMEOUT_S
+        while thread.is_alive() and monotonic() < deadline and not cancel_reason():
+            thread.join(0.1)
+
+    def _create_end_save(self, attempt_dir: Path, *, leaves: bool) -> EndSave:
+        return EndSave(attempt_dir.parent, self._info, is_leaving=leaves)
 
     def _stop(self) -> None:
         if self._helping is not None:
@@ -299,6 +327,27 @@ class NodeSnapshotService(SnapshotService):
         if self._session is not None:
             self._session.stop()
         self._helping = self._session = None
+
+
+def release_directories(memory: Path, writer: Writer) -> None:
+    """Release the checkpoint directories that workers have claimed.
+
+    Args:
+        memory: the directory of the agent's snapshots. A worker leaves a file there that names the
+            directory or URL that it has claimed.
+        writer: a writer of the launch.
+    """
+    paths = {path.name: path for path in memory.glob(f"[0-9]*/{CLAIMED_PREFIX}*")}
+    for path in paths.values():
+        try:
+            with open_regular_file(path) as handle:
+                location = os.fsdecode(os.read(handle, MAX_LOCATION_BYTES))
+            if os.path.isabs(location) or "://" in location:
+                catalog = CheckpointCatalog(open_storage(location))
+                if catalog.known_fence() is not None:
+                    Committer(catalog, writer, (), None).release()
+        except (ElasticError, OSError, ValueError) as error:
+            log.warning("a checkpoint directory was not released at the end of the job: %s", error)
 
 
 def own_address(info: RendezvousInfo) -> str:

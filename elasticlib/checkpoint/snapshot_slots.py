@@ -108,6 +108,7 @@ class SnapshotHeader:
     # has those of one rank.
     values: str = ""
     saved_at: float = 0.0  # Unix time of the writer's clock, for display
+    copy: int = 0  # of a part that several ranks have (HSDP): numbers these ranks
 
     @property
     def num_retained(self) -> int:
@@ -127,6 +128,7 @@ class SnapshotHeader:
             name=self.name,
             parts=self.parts if self.sharded else 0,
             part=self.part if self.sharded else None,
+            copy=self.copy,
             writer=self.writer,
             line=self.line,
             tier=MEMORY if is_own else REPLICA,

@@ -20,7 +20,7 @@ from ..errors import CheckpointCorruptError, CheckpointError
 from ..workers.spec import SNAPSHOTS_ENV
 from .pack import LayoutCache, PackImage
 from .refs import MAX_BRANCHES_IN_HEADER, Line, StateRef, Writer, begin
-from .reshard import has_own_rest, plan_part_layout
+from .reshard import copy_number, has_own_rest, plan_part_layout
 from .restore import RestoreAgreement, StateSource
 from .safetensors_header import read_header
 from .snapshot_slots import (
@@ -173,10 +173,18 @@ class SnapshotSource(StateSource):
             has_rest = self._writes or bool(shards)
             image = plan_part_layout(layouts, step, flat, has_rest=has_rest, has_copies=True)
             part, parts = self._rank, self._world_size
+            copy = copy_number(filter(is_sharded, shards.values()))
         else:
-            image, part, parts = layouts.plan(flat, {"step": step}), 0, 1
-        values = "" if has_own_rest(flat) else image.values_digest
-        slot = self.keep(step, image, part=part, parts=parts, sharded=flat.has_parts, values=values)
+            image, part, parts, copy = layouts.plan(flat, {"step": step}), 0, 1, 0
+        slot = self.keep(
+            step,
+            image,
+            part=part,
+            parts=parts,
+            sharded=flat.has_parts,
+            values="" if has_own_rest(flat) else image.values_digest,
+            copy=copy,
+        )
         return image, slot
 
     def keep(
@@ -188,6 +196,7 @@ class SnapshotSource(StateSource):
         parts: int = 1,
         sharded: bool = False,
         values: str = "",
+        copy: int = 0,
     ) -> MappedSlot:
         """Write a snapshot of a state, and return its slot.
 
@@ -200,6 +209,7 @@ class SnapshotSource(StateSource):
             parts: see `SnapshotHeader`.
             sharded: see `SnapshotHeader`.
             values: see `SnapshotHeader`.
+            copy: see `SnapshotHeader`.
 
         Raises:
             CheckpointError: there is not enough memory, or the header is too long.
@@ -219,6 +229,7 @@ class SnapshotSource(StateSource):
             sharded=sharded,
             values=values,
             saved_at=wall(),
+            copy=copy,
         )
         slot = self.slots.copy(image, header)
         self._header = header

@@ -75,6 +75,11 @@ def temp_name(target: str, token: int) -> str:
     return f".{target}.{token % 2**32:08x}.partial"
 
 
+def claim_name(target: str) -> str:
+    """Return the hidden name under which `CheckpointStorage.put` writes `target`."""
+    return temp_name(target, 0)
+
+
 def temp_target(name: str) -> str | None:
     """Return the file that the temporary file `name` replaces, or None if it is another file."""
     match = _TEMP_NAME.fullmatch(name)
@@ -93,6 +98,7 @@ class CheckpointStorage(abc.ABC):
 
     name: str  # the path or URL, for messages
     max_readers = 1  # how many threads may call `read_into` at once
+    shows_growth = False  # whether the size of a claim shows how much of the file was written
 
     @abc.abstractmethod
     def lock(self) -> AbstractContextManager[None]:
@@ -156,6 +162,17 @@ class CheckpointStorage(abc.ABC):
         Returns:
             The checksum of the data, as `checksum` computes it. The file ends with
             `encode_checksum` of it.
+        """
+
+    @abc.abstractmethod
+    def put(self, name: str, data: memoryview) -> bool:
+        """Write a new data file as `write` does, unless it exists, or another process writes it.
+
+        A file `claim_name` in the same directory tells others that the file is being written. It
+        disappears when the file is complete, or if this fails. If the process is killed, it stays.
+
+        Returns:
+            Whether the file was written.
         """
 
     @abc.abstractmethod
@@ -250,6 +267,7 @@ class LocalStorage(CheckpointStorage):
     """A directory of a file system, local or on a network."""
 
     max_readers = MAX_READER_THREADS
+    shows_growth = True
 
     def __init__(self, folder: str | os.PathLike[str], calls: DiskCalls | None = None) -> None:
         self.name = os.path.abspath(os.fspath(folder))
@@ -315,18 +333,39 @@ class LocalStorage(CheckpointStorage):
         path = self._path(name)
         folder = os.path.dirname(path)
         handle = self._create(path, folder)
-        with (
-            self._removed_on_error(path),
-            _FollowingChecksum(len(data)) as checksum_thread,
-            self._synced(handle),
-        ):
+        with self._removed_on_error(path):
+            result = self._fill(handle, data)
+        self._sync_folder(folder)
+        return result
+
+    def put(self, name: str, data: memoryview) -> bool:
+        path = self._path(name)
+        folder, base = os.path.split(path)
+        claim = os.path.join(folder, claim_name(base))
+        try:
+            handle = self._create(claim, folder)
+        except FileExistsError:
+            return False
+        with self._removed_on_error(claim):
+            # The process that had the claim before may have renamed it since then.
+            if os.path.exists(path):
+                os.close(handle)
+                self._calls.remove(claim)
+                return False
+            self._fill(handle, data)
+            self._calls.rename(claim, path)
+        self._sync_folder(folder)
+        return True
+
+    def _fill(self, handle: int, data: memoryview) -> Checksum:
+        """Write data and their checksum to a new file, sync and close it."""
+        with _FollowingChecksum(len(data)) as checksum_thread, self._synced(handle):
             for number, segment in enumerate(split_into_segments(data)):
                 self._write_all(handle, segment)
                 checksum_thread.add(segment)
                 _release_page_cache(handle, number - CACHED_SEGMENTS)
             result = checksum_thread.result()
             self._write_all(handle, memoryview(encode_checksum(result)))
-        self._sync_folder(folder)
         return result
 
     def replace(self, name: str, data: bytes | memoryview) -> None:
@@ -584,6 +623,18 @@ class FsspecStorage(CheckpointStorage):
                     self._call(name, self._fs.rm_file, path)
                 raise
         return result
+
+    def put(self, name: str, data: memoryview) -> bool:
+        folder, _, base = name.rpartition("/")
+        claim = claim_name(base)
+        if self.list_files(folder).keys() & {base, claim}:
+            return False
+        self.replace(f"{folder}/{claim}", b"an agent writes this file")
+        try:
+            self.write(name, data)
+        finally:
+            self.remove(f"{folder}/{claim}")
+        return True
 
     def replace(self, name: str, data: bytes) -> None:
         with self._os_errors(name):
