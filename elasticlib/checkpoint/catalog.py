@@ -234,6 +234,7 @@ class CheckpointCatalog:
 
     def __init__(self, storage: CheckpointStorage) -> None:
         self.storage = storage
+        self.pending: list[StateRef] = []  # what agents have begun to write at the end of a job
         self.skipped: dict[int, str] = {}  # why the last `load` or `latest` skipped a step
         self._manifests: dict[str, Manifest] = {}  # by folder
         self._refs: dict[str, StateRef] = {}  # by folder, as they were listed last
@@ -261,9 +262,11 @@ class CheckpointCatalog:
         known = {name: self._refs[name] for name in names if name in self._refs and not reread}
         refs = (known.get(name) or self.read_ref(name) for name in names)
         self._refs = {ref.place: ref for ref in refs if ref is not None}
+        others = (parse_folder_name(name) for name in names if name not in self._refs)
+        self.pending = [ref for ref in others if ref is not None and ref.number == MAX_STEP]
         for cache in (self._manifests, self._integrity):
             for place in cache.keys() - self._refs.keys():
-                del cache[place]
+                cache.pop(place, None)  # The writer thread may list at the same time.
         return [self._with_integrity(ref) for ref in self._refs.values()]
 
     def read_ref(self, place: str) -> StateRef | None:

@@ -24,6 +24,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
+from ..clock import monotonic, sleep
 from ..codec import from_json, to_json
 from ..errors import (
     CheckpointCorruptError,
@@ -39,6 +40,7 @@ from .collectives import (
     peer_group,
     raise_first_error,
 )
+from .end_save import Growth, growing_end_folders
 from .node_reading import NodeReading
 from .pack import unpack, unpack_part
 from .per_rank import MissingValue, RankValueRule
@@ -72,6 +74,9 @@ _MAX_LISTED_STATES = 4096  # per rank, the newest; bounds the size of what ranks
 _MAX_LISTED_UNUSABLE = 16
 _MAX_REASON_CHARS = 300
 _MAX_SHOWN_REASONS = 3
+
+PENDING_TIMEOUT_S = 60.0  # for the last snapshots of nodes that leave, which others still write
+PENDING_POLL_INTERVAL_S = 0.1
 
 restore_numbers = itertools.count(1)  # of the restores in this process
 
@@ -211,6 +216,20 @@ class StateSource(abc.ABC):
         """
         return None
 
+    @property
+    def pending(self) -> Sequence[StateRef]:
+        """States that agents of this job have begun to write, by the last call of `list_states`."""
+        return ()
+
+    def wait_for_pending(  # noqa: B027 - most sources have nothing pending
+        self, line: Line, newer_than: StateRef | None
+    ) -> None:
+        """Wait until no pending state of the line that is newer than `newer_than` grows.
+
+        Raises:
+            OSError: the storage cannot be read.
+        """
+
     def size_of(self, ref: StateRef) -> int:
         """Return the size of the pack of a state. A source with a `place` has this method."""
         raise NotImplementedError
@@ -241,6 +260,15 @@ class DiskSource(StateSource):
 
     def read_fence(self) -> Fence | None:
         return self._folder.known_fence()
+
+    @property
+    def pending(self) -> Sequence[StateRef]:
+        return self._folder.pending
+
+    def wait_for_pending(self, line: Line, newer_than: StateRef | None) -> None:
+        storage, growth, deadline = self._folder.storage, Growth(), monotonic() + PENDING_TIMEOUT_S
+        while growing_end_folders(storage, line, newer_than, growth) and monotonic() < deadline:
+            sleep(PENDING_POLL_INTERVAL_S)
 
     def view(self, ref: StateRef, part: int = 0) -> memoryview:
         """Return the pack of a part.
@@ -392,6 +420,7 @@ class StateSearch:
         self._refs_by_rank: list[list[StateRef]] = []  # usable states
         self._excluded: set[tuple[int, StateRef]] = set()
         self._unusable: list[StateRef] = []  # of all ranks
+        self._pending: list[StateRef] = []  # what agents still write, as rank 0 sees it
         self._named: StateKey | None = None  # the state that a given step means
         self._reasons: dict[str, None] = {}  # why states or copies were excluded, in order
 
@@ -420,7 +449,8 @@ class StateSearch:
         self._refs_by_rank = [[ref for ref in refs if ref.is_usable] for refs in refs_by_rank]
         refs = [ref for refs in refs_by_rank for ref in refs]
         self._unusable = list({r.place: r for r in refs if not r.is_usable}.values())
-        _, _, _, fence, problem, self.number = rows[0]
+        _, _, _, fence, problem, pending, self.number = rows[0]
+        self._pending = [from_json(StateRef, ref) for ref in pending]
         self._find_line(from_json(Fence, fence) if fence else None, problem)
         if step is not None:
             self._named = at_step(refs, self.line, step)
@@ -438,12 +468,12 @@ class StateSearch:
         if problem and not is_known:
             raise CheckpointError(f"rank 0 could not read which state the job continues: {problem}")
 
-    def _list_rows(self) -> tuple[list[Any], Any, str, int]:
+    def _list_rows(self) -> tuple[list[Any], Any, str, list[Any], int]:
         """List this rank's states, and remember the source of each.
 
         Returns:
-            The states and the fence as JSON values, the error if the fence cannot be read, and the
-            number of this restore.
+            The states and the fence as JSON values, the error if the fence cannot be read, the
+            pending states, and the number of this restore.
         """
         for source in self._sources:
             for ref in source.list_states():
@@ -463,7 +493,30 @@ class StateSearch:
             for ref in unusable[:_MAX_LISTED_UNUSABLE]
         )
         rows = [to_json(ref) for ref in (*usable, *shortened)]
-        return rows, to_json(fence) if fence else None, problem, next(restore_numbers)
+        pending = [to_json(ref) for source in self._sources for ref in source.pending]
+        encoded = to_json(fence) if fence else None
+        return rows, encoded, problem, pending, next(restore_numbers)
+
+    def wait_for_pending(self) -> bool:
+        """Wait for states that agents still write, if they are newer than all others.
+
+        Agents write the last snapshots of a node that leaves, perhaps while the others start again.
+
+        Returns:
+            Whether there was such a state, so that the states have to be listed again.
+        """
+        plan = choose_state(self._refs_by_rank, self.line)
+        newest = plan.ref if plan else None
+        live = on_line(self.line, self._pending)
+        if not live or (newest is not None and not self._is_newer(live[0], newest)):
+            return False
+
+        def wait() -> None:
+            for source in self._sources if self.group.rank == 0 else ():
+                source.wait_for_pending(self.line, newest)
+
+        self.group.run_on_all(wait, "could not wait for the last snapshots of other nodes")
+        return True
 
     def choose(self) -> RestorePlan | None:
         """Return the plan for the newest state that is not excluded, or None if none is left.
@@ -693,6 +746,9 @@ def restore_from(
         rule = RankValueRule(per_rank or {}, peers.rank, peers.world_size)
         try:
             search.begin(node or socket.gethostname(), step)
+            if step is None and search.wait_for_pending():
+                search = StateSearch(peers, sources, launch)
+                search.begin(node or socket.gethostname(), step)
             is_found = step is None or search.has_named_state
             while is_found and fetched is None and (plan := search.choose()) is not None:
                 _check_equal_values(search, plan)
