@@ -6,7 +6,7 @@ See `end_save` for the rules.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import attrs
 
@@ -32,23 +32,19 @@ class Timeouts:
 
 
 @attrs.frozen
-class Staged:
-    """What is in the folder of a state, by the number of the part; None: not sharded."""
+class Held:
+    """A state of which this agent has parts, and what is in its folder, by the number of the part.
 
+    The number of a state that is not sharded is None.
+    """
+
+    refs: tuple[StateRef, ...]  # the parts of this agent
     files: Mapping[int | None, str] = attrs.field(factory=dict)  # durable data files
     # The name under which each part that is not durable can be written now. A part that an agent
     # is writing is left out.
     free: Mapping[int | None, str] = attrs.field(factory=dict)
     missing: str = ""  # what the state lacks, as the end of a sentence; empty if it is complete
     covered: frozenset[int | None] = frozenset()  # own parts whose elements are all durable
-
-
-@attrs.frozen
-class Held:
-    """A state of which this agent has parts."""
-
-    refs: tuple[StateRef, ...]  # the parts
-    staged: Staged
     is_saved: bool = False  # a checkpoint has this state or a newer one
 
     @property
@@ -76,7 +72,8 @@ class Commit:
 class Done:
     """The end."""
 
-    problem: str = ""  # why the newest state was not written
+    problem: str = ""  # why no state was written
+    lost: str = ""  # what the newest state lacks, if an older one was written
 
 
 def next_end_step(
@@ -102,20 +99,20 @@ def next_end_step(
         return Done()
     delays = []
     for number, held in enumerate(newer if not problem else ()):
-        if not held.staged.missing:
+        if not held.missing:
             return Commit(held)
         for ref in sorted(held.refs, key=lambda ref: ref.copy):
-            if ref.part in held.staged.free and ref.part not in held.staged.covered:
+            if ref.part in held.free and ref.part not in held.covered:
                 delay_s = max(ref.copy, min(number, 1)) * limits.settle_s
-                delays.append((min(delay_s, limits.peers_s), ref, held.staged.free[ref.part]))
+                delays.append((min(delay_s, limits.peers_s), ref, held.free[ref.part]))
     for delay_s, ref, name in delays:
         if quiet_s >= delay_s:
             return Put(ref, name)
     if len(newer) < len(states) and quiet_s >= limits.settle_s and not (delays or problem):
-        return Done()
+        return Done(lost=newer[0].missing)
     if problem and quiet_s >= 2 * limits.settle_s:  # Other agents write what is missing after one.
         return Done(problem)
-    return Done(f"it {newer[0].staged.missing}") if quiet_s >= limits.peers_s else None
+    return Done(f"it {newer[0].missing}") if quiet_s >= limits.peers_s else None
 
 
 def folder_of(ref: StateRef) -> str:
@@ -130,13 +127,13 @@ def is_end_folder(name: str) -> bool:
 
 
 def list_parts(
-    sizes: Mapping[str, int], parts: Iterable[int | None], stalled: Collection[str]
+    sizes: Mapping[str, int], parts: Collection[int | None], stalled: Collection[str]
 ) -> tuple[dict[int | None, str], dict[int | None, str]]:
     """Return the durable data files, and the names under which the other parts can be written.
 
     Args:
         sizes: the files in the folder of a state.
-        parts: the parts that are asked for.
+        parts: the numbers of all parts.
         stalled: the temporary files that no agent is writing any more.
     """
     files: dict[int | None, tuple[int, str]] = {}
@@ -147,6 +144,8 @@ def list_parts(
         if match is None:
             continue
         part, attempt = int(match[1]) if match[1] else None, int(match[2] or 0)
+        if part not in parts:
+            continue
         if temp_target(name) is None:
             files[part] = min((attempt, name), files.get(part, (attempt, name)))
         elif name in stalled:

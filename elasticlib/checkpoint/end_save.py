@@ -51,7 +51,7 @@ from pathlib import Path
 
 import attrs
 
-from ..clock import monotonic
+from ..clock import monotonic, sleep
 from ..errors import CheckpointCorruptError, CheckpointError, CheckpointFencedError, format_error
 from ..rendezvous.interface import RendezvousInfo
 from ..threads import daemon_thread
@@ -63,7 +63,6 @@ from .end_plan import (
     Done,
     Held,
     Put,
-    Staged,
     Timeouts,
     describe_difference,
     folder_of,
@@ -72,7 +71,6 @@ from .end_plan import (
     next_end_step,
 )
 from .refs import (
-    REPLICA,
     Line,
     StateKey,
     StateRef,
@@ -184,65 +182,49 @@ def _read_data_shards(storage: CheckpointStorage, path: str) -> list[TensorShard
 # -- one agent's work ------------------------------------------------------------------------------
 
 
+@attrs.define(eq=False)
 class StateWriter:
     """Writes the newest complete state of one name, together with the other agents.
 
     One thread uses it. Each CheckpointManager of a job has a name of its own in the memory.
-
-    Args:
-        memory: the directory of the agent's snapshots.
-        refs: the snapshots of the name.
-        folder: the checkpoint directory, as the newest snapshot names it.
-        info: the last generation; None if there was none.
-        storage: the checkpoint directory, if it is another one.
-        is_leaving: see `EndSave`.
-        limits: the time limits.
     """
 
-    def __init__(
-        self,
-        memory: Path,
-        refs: Sequence[StateRef],
-        folder: str,
-        info: RendezvousInfo | None,
-        *,
-        storage: CheckpointStorage | None,
-        is_leaving: bool,
-        limits: Timeouts,
-    ) -> None:
-        node = info.rank if info else 0
-        self._refs = [attrs.evolve(ref, copy=_copy_of(ref, node)) for ref in refs]
-        self._snapshots = dict(zip(self._refs, refs, strict=True))  # as they are in the memory
-        self._memory, self._folder, self._is_leaving = memory, folder, is_leaving
-        self._generation = info.generation if info else 0
-        self._location: str | CheckpointStorage = storage or folder
-        if info is None or info.world_size == 1:
-            # There is nobody to wait for.
-            limits = attrs.evolve(limits, settle_s=0.0, peers_s=0.0)
-        self._limits = limits
-        self.growth = Growth()
-        self.saved_step: int | None = None  # the step that an agent has written
-        self._states: list[tuple[StateRef, ...]] | None = None  # newest first; None: not listed yet
-        self._shards: dict[tuple[StateKey, int | None], list[TensorShard]] = {}  # of own parts
-        self._staged_shards: dict[str, list[TensorShard]] = {}  # of durable parts, by path
-        self._incomplete: set[tuple[str, frozenset[str]]] = set()  # folders, and files in them
-        self._values: dict[str, set[str]] = {}  # the digests of values that were seen, by folder
-        self._num_puts: Counter[StateRef] = Counter()
-        self._problem = ""  # why this agent writes nothing more
-        self._failing_since: float | None = None  # when the first of several errors was
+    memory: Path  # the directory of the agent's snapshots
+    refs: Sequence[StateRef]  # the snapshots of the name
+    folder: str  # the checkpoint directory, as the newest snapshot names it
+    location: str | CheckpointStorage  # the same, unless the caller has given another one
+    generation: int  # of the last workers
+    is_leaving: bool  # see `EndSave`
+    limits: Timeouts
+    growth: Growth = attrs.field(factory=Growth)
+    saved_step: int | None = None  # the step that an agent has written
+    _states: list[tuple[StateRef, ...]] | None = None  # newest first; None: not listed yet
+    _shards: dict[str, list[TensorShard]] = attrs.field(factory=dict)  # by snapshot or data file
+    _incomplete: set[tuple[str, ...]] = attrs.field(factory=set)  # data files that do not suffice
+    _values: dict[str, set[str]] = attrs.field(factory=dict)  # digests of values, by folder
+    _num_puts: Counter[StateRef] = attrs.field(factory=Counter)
+    _problem: str = ""  # why this agent writes nothing more
+    _failing_since: float | None = None  # when the first of several errors was
+    _storage: CheckpointStorage = attrs.field(init=False)
+    _catalog: CheckpointCatalog = attrs.field(init=False)
+    _committer: Committer = attrs.field(init=False)
+    _line: Line = ()
 
-    def advance(self) -> Done | None:
-        """Do one step. Return the end, or None if there is nothing to do for `poll_s`."""
+    def advance(self) -> Put | Commit | Done | None:
+        """Do one step and return it. Return None if there is nothing to do for `poll_s`."""
         try:
-            while (action := self._next_step()) is not None:
-                if isinstance(action, Done):
-                    return action if self._is_leaving or not action.problem else None
-                is_done = self._put(action) if isinstance(action, Put) else self._commit(action)
-                if not is_done:
-                    break
-                self._failing_since = None
+            match step := self._next_step():
+                case Done(problem) if problem and not self.is_leaving:
+                    return None
+                case Put(ref, name) if not self._put(ref, name):
+                    return None
+                case Commit(held):
+                    self._commit(held)
+                case Put():
+                    self._failing_since = None
+            return step
         except FileDeletedError as error:
-            log.info("%s: a part is written again: %s", self._folder, error)
+            log.info("%s: a part is written again: %s", self.folder, error)
         except CheckpointFencedError as error:
             return Done("" if self._was_superseded() else str(error))
         except (CheckpointError, OSError) as error:
@@ -251,19 +233,17 @@ class StateWriter:
 
     def describe_failure(self, reason: str) -> str:
         """Return the error message for states that were not written."""
-        newest = max(self._refs, key=_age)
-        if self._states:
-            newest = self._states[0][0]
-        return f"the snapshot of step {newest.step} was not written to {self._folder}: {reason}"
+        newest = self._states[0][0] if self._states else max(self.refs, key=age)
+        return f"the snapshot of step {newest.step} was not written to {self.folder}: {reason}"
 
     def describe_difference(self) -> str:
         """Return what is lost if the ranks had different values in the state that was written."""
         for refs in self._states or ():
             if refs[0].step == self.saved_step:
-                digests = self._values.get(folder_of(refs[0]), set())
-                digests |= {ref.values for ref in refs if ref.values}
+                own = {ref.values for ref in refs if ref.values}
+                digests = own | self._values.get(folder_of(refs[0]), set())
                 text = describe_difference(digests, refs[0].step)
-                return f"{self._folder}: {text}" if text else ""
+                return f"{self.folder}: {text}" if text else ""
         return ""
 
     def _note_error(self, error: Exception) -> Done | None:
@@ -274,11 +254,11 @@ class StateWriter:
         self._failing_since = self._failing_since or now
         cause = error if isinstance(error, OSError) else error.__cause__
         is_transient = isinstance(cause, OSError) and cause.errno not in NOT_WRITABLE_ERRORS
-        is_retried = is_transient and now - self._failing_since < self._limits.retry_s
+        is_retried = is_transient and now - self._failing_since < self.limits.retry_s
         outcome = "trying again" if is_retried else "not trying again"
         log.warning("%s: %s", self.describe_failure(problem), outcome)
         if is_retried:
-            threading.Event().wait(self._limits.retry_pause_s)
+            sleep(self.limits.retry_pause_s)
         else:
             self._problem = problem
         return None
@@ -295,73 +275,59 @@ class StateWriter:
             step = self._states[0][0].step
             log.info("step %d is not written: a later generation continues the job", step)
             return Done()
-        folders = set(filter(is_end_folder, self._storage.list_folders()))
-        sizes = {folder: self._storage.list_files(folder) for folder in folders}
-        for folder in folders:
+        sizes: dict[str, Mapping[str, int]] = {}
+        for folder in filter(is_end_folder, self._storage.list_folders()):
+            sizes[folder] = self._storage.list_files(folder)
             self.growth.note(folder, sizes[folder])
             values = {n.removeprefix(_VALUES) for n in sizes[folder] if n.startswith(_VALUES)}
             self._values.setdefault(folder, set()).update(values)
-        states = [
-            Held(of_state, staged, is_saved(refs, self._line, of_state[0]))
-            for of_state in self._states
-            if self._is_leaving or folder_of(of_state[0]) in folders
-            for staged in [self._read_staged(of_state, sizes.get(folder_of(of_state[0]), {}))]
-        ]
-        if not states:
-            return None
         newest = next((ref for ref in on_line(self._line, refs) if ref.is_usable), None)
-        if (
-            newest
-            and is_end_folder(newest.place)
-            and is_saved([newest], self._line, self._states[-1][0])
-        ):
+        oldest = self._states[-1][0]
+        if newest and is_end_folder(newest.place) and is_saved([newest], self._line, oldest):
             self.saved_step = newest.step
         quiet_s = monotonic() - self.growth.newest
-        return next_end_step(states, quiet_s, self._limits, self._problem)
+        states = []
+        for own in self._states:
+            folder, is_covered = folder_of(own[0]), is_saved(refs, self._line, own[0])
+            if self.is_leaving or folder in sizes:
+                held = self._look(own, sizes.get(folder, {}), quiet_s)
+                states.append(attrs.evolve(held, is_saved=is_covered))
+        return next_end_step(states, quiet_s, self.limits, self._problem) if states else None
 
     def _begin(self) -> None:
         """Find the states that can be written."""
-        self._storage = open_storage(self._location)
+        self._storage = open_storage(self.location)
         self._catalog = CheckpointCatalog(self._storage)
-        refs, latest = self._catalog.list_refs(), max(self._refs, key=_age)
-        fence, launch = self._catalog.known_fence(), latest.writer.launch
-        self._line = line_now(fence, [*self._refs, *refs], launch)
+        refs, latest = self._catalog.list_refs(), max(self.refs, key=age).writer
+        fence = self._catalog.known_fence()
+        self._line = line_now(fence, [*self.refs, *refs], latest.launch)
+        # Workers of the last generation may have exited before they made a snapshot.
+        order = max(latest.order, (self.generation, 0))
+        label = f"agent {os.getpid()} on {socket.gethostname()}"
+        writer = attrs.evolve(latest, generation=order[0], number=order[1], label=label)
+        self._committer = Committer(self._catalog, writer, self._line, None)
         states: dict[StateKey, dict[int | None, StateRef]] = {}
-        for ref in on_line(self._line, sorted(self._refs, key=lambda ref: ref.copy)):
+        for ref in on_line(self._line, sorted(self.refs, key=lambda ref: ref.copy)):
             if ref.part not in states.get(ref.state, {}) and self._can_read(ref):
                 states.setdefault(ref.state, {})[ref.part] = ref
-        is_newer = self._generation > latest.writer.generation
-        writer = attrs.evolve(
-            latest.writer,
-            generation=max(self._generation, latest.writer.generation),
-            number=0 if is_newer else latest.writer.number,
-            is_launched=True,
-            label=f"agent {os.getpid()} on {socket.gethostname()}",
-        )
-        self._committer = Committer(self._catalog, writer, self._line, None)
         self._states = [tuple(by_part.values()) for by_part in states.values()]
-        if self._states:
-            self._verify(self._states[0][0])
-
-    def _verify(self, newest: StateRef) -> None:
-        """Read the checkpoints that are as new as the newest state. A corrupt one does not count.
-
-        If each agent read all parts of a sharded checkpoint, a node that must leave would have too
-        little time. So these are not read.
-        """
-        for ref in self._catalog.list_refs(reread=False):
-            if not ref.parts and is_saved([ref], self._line, newest):
+        # A corrupt checkpoint does not count. If each agent read all parts of a sharded one, a node
+        # that must leave would have too little time.
+        for ref in refs if self._states else ():
+            newest = self._states[0][0]
+            is_read = not ref.parts and ref.place != folder_of(newest)
+            if is_read and is_saved([ref], self._line, newest):
                 with contextlib.suppress(CheckpointError):
                     self._catalog.check(ref)
 
     def _can_read(self, ref: StateRef) -> bool:
         """Return whether a snapshot is intact, as far as its header shows, and note its shards."""
         try:
-            with map_snapshot(self._memory, self._snapshots[ref]) as view:
+            with map_snapshot(self.memory, ref) as view:
                 if view is None:
                     return False
                 meta = read_meta(view)
-                self._shards[ref.state, ref.part] = read_shards(meta) if ref.parts else []
+                self._shards[ref.place] = read_shards(meta) if ref.parts else []
         except CheckpointError as error:
             log.warning("the snapshot %s of step %d is skipped: %s", ref.place, ref.step, error)
             return False
@@ -372,112 +338,96 @@ class StateWriter:
             return self._committer.was_superseded()
         return False
 
-    def _read_staged(self, refs: tuple[StateRef, ...], sizes: Mapping[str, int]) -> Staged:
+    def _look(self, own: tuple[StateRef, ...], sizes: Mapping[str, int], quiet_s: float) -> Held:
         """Return what is in the folder of a state of which this agent has these parts."""
-        limits, folder = self._limits, folder_of(refs[0])
+        limits, num_parts, folder = self.limits, own[0].parts, folder_of(own[0])
         stall_s = limits.stall_s if self._storage.shows_growth else limits.peers_s
-        stalled = self.growth.stalled(folder, stall_s)
-        numbers: Sequence[int | None] = range(refs[0].parts) if refs[0].parts else [None]
-        files, free = list_parts(sizes, numbers, stalled)
-        covered = set()
-        if any(ref.copy and ref.part in free and ref.part is not None for ref in refs) and files:
-            rows = {s for name in files.values() for s in self._read_shards(f"{folder}/{name}")}
-            own = {ref.part: self._shards[ref.state, ref.part] for ref in refs}
-            covered = {part for part, shards in own.items() if shards and rows.issuperset(shards)}
-        return Staged(files, free, self._missing(refs, files, free, sizes), frozenset(covered))
+        numbers: Sequence[int | None] = range(num_parts) if num_parts else [None]
+        files, free = list_parts(sizes, numbers, self.growth.stalled(folder, stall_s))
+        held = Held(own, files, free)
+        if absent := [part or 0 for part in numbers if part not in files]:
+            which = f"{format_numbers(absent, 'part')} of {num_parts}"
+            missing = (
+                f"is incomplete: no node has written {which}" if num_parts else "is in no file"
+            )
+            is_enough = num_parts and self._is_enough(held, sizes)
+            held = attrs.evolve(held, missing="" if is_enough else missing)
+        is_late = any(ref.copy and ref.part in free for ref in own) and quiet_s >= limits.settle_s
+        if held.missing and num_parts and is_late:
+            shards = {s for name in files.values() for s in self._shards_in(f"{folder}/{name}")}
+            covered = {r.part for r in own if shards.issuperset(self._shards[r.place] or {None})}
+            held = attrs.evolve(held, covered=frozenset(covered))
+        return held
 
-    def _missing(
-        self,
-        refs: tuple[StateRef, ...],
-        files: Mapping[int | None, str],
-        free: Mapping[int | None, str],
-        sizes: Mapping[str, int],
-    ) -> str:
-        """Return what a state lacks. Headers are read only if the files may be enough."""
-        numbers, folder = range(refs[0].parts), folder_of(refs[0])
-        absent = [part for part in numbers if part not in files]
-        if not numbers:
-            return "" if None in files else "is in no file"
-        if not absent:
-            return ""
-        which = f"{format_numbers(absent, 'part')} of {len(numbers)}"
-        text = f"is incomplete: no node has written {which}"
-        key = folder, frozenset(files.values())
-        num_bytes = sum(sizes[name] for name in files.values())
-        own = self._shards[refs[0].state, refs[0].part]
+    def _is_enough(self, held: Held, sizes: Mapping[str, int]) -> bool:
+        """Return whether the durable parts contain every element, although some are not there.
+
+        Their headers are read only if nobody is writing and the files may be large enough.
+        """
+        names = (held.folder, *sorted(held.files.values()))
+        num_parts, own = held.refs[0].parts, self._shards[held.refs[0].place]
         tensors = {(shard.name, shard.shape, shard.dtype) for shard in own}
-        least = sum(math.prod(shape) * _ITEM_BYTES.get(kind, 0) for _, shape, kind in tensors)
-        is_busy = len(files) + len(free) < len(numbers)
-        if key in self._incomplete or not files or is_busy or num_bytes < least:
-            return text
-        shards = {p: self._read_shards(f"{folder}/{n}") for p, n in files.items() if p is not None}
-        if not describe_missing(shards, len(numbers)):
-            return ""
-        self._incomplete.add(key)
-        return text
+        num_bytes = sum(math.prod(shape) * _ITEM_BYTES.get(kind, 0) for _, shape, kind in tensors)
+        is_busy = len(held.files) + len(held.free) < num_parts
+        is_small = sum(sizes[name] for name in held.files.values()) < num_bytes
+        if not held.files or is_busy or is_small or names in self._incomplete:
+            return False
+        shards = {
+            part: self._shards_in(f"{held.folder}/{name}")
+            for part, name in held.files.items()
+            if part is not None
+        }
+        is_enough = not describe_missing(shards, num_parts)
+        if not is_enough:
+            self._incomplete.add(names)
+        return is_enough
 
-    def _read_shards(self, path: str) -> list[TensorShard]:
-        if path not in self._staged_shards:
-            self._staged_shards[path] = _read_data_shards(self._storage, path)
-        return self._staged_shards[path]
+    def _shards_in(self, path: str) -> list[TensorShard]:
+        if path not in self._shards:
+            self._shards[path] = _read_data_shards(self._storage, path)
+        return self._shards[path]
 
     # -- doing it -------------------------------------------------------------------------------
 
-    def _put(self, action: Put) -> bool:
+    def _put(self, ref: StateRef, name: str) -> bool:
         """Write a part. Return False if another agent writes it, or the snapshot is gone."""
-        ref, folder = action.ref, folder_of(action.ref)
+        folder = folder_of(ref)
         # Workers of the last generation may have exited before they claimed the directory.
         self._committer.claim()
         if self._num_puts[ref] == MAX_PUTS:
             raise CheckpointError(f"another process has deleted {folder} {MAX_PUTS} times")
-        with map_snapshot(self._memory, self._snapshots[ref]) as view:
+        with map_snapshot(self.memory, ref) as view:
             if view is None:
-                self._drop(ref)
+                states = (tuple(r for r in refs if r != ref) for refs in self._states or ())
+                self._states = [refs for refs in states if refs]
                 return False
-            is_written = self._committer.put(folder, action.name, view)
+            is_written = self._committer.put(folder, name, view)
         self._num_puts[ref] += is_written
         if ref.values and ref.values not in self._values.get(folder, ()):
             self._storage.replace(f"{folder}/{_VALUES}{ref.values}", b"")
         return is_written
 
-    def _drop(self, ref: StateRef) -> None:
-        """Forget a snapshot that was deleted."""
-        states = [tuple(each for each in refs if each != ref) for refs in self._states or ()]
-        self._states = [refs for refs in states if refs]
-
-    def _commit(self, action: Commit) -> bool:
+    def _commit(self, held: Held) -> None:
         """Commit a complete state, and remove what its manifest does not name."""
-        held, ref = action.held, action.held.refs[0]
-        folder, files = held.folder, held.staged.files
+        ref, folder = held.refs[0], held.folder
         sizes = self._storage.list_files(folder)
-        named = [files[part] for part in sorted(files, key=lambda part: part or 0)]
+        named = [held.files[part] for part in sorted(held.files, key=lambda part: part or 0)]
         if gone := [name for name in named if name not in sizes]:
             raise FileDeletedError(f"{folder}/{gone[0]} was deleted before the commit")
         rows = tuple(_read_data_file(self._storage, folder, n, sizes[n]) for n in named)
         # No field tells which agent commits.
-        state = attrs.evolve(
-            ref,
-            writer=attrs.evolve(ref.writer, label=""),
-            line=continue_line(ref.line, self._line),
-        )
-        parts = len(rows) if ref.parts else 0
-        self._committer.commit(folder, rows, state, parts=parts, world_size=ref.parts)
-        log.info("step %d was written to %s, from the last snapshot", ref.step, self._folder)
+        writer, line = attrs.evolve(ref.writer, label=""), continue_line(ref.line, self._line)
+        state = attrs.evolve(ref, writer=writer, line=line)
+        num_parts = len(rows) if ref.parts else 0
+        self._committer.commit(folder, rows, state, parts=num_parts, world_size=ref.parts)
+        log.info("step %d was written to %s, from the last snapshot", ref.step, self.folder)
         for name in self._storage.list_files(folder).keys() - {*named, MANIFEST_NAME, PIN_NAME}:
             self._storage.remove(f"{folder}/{name}")
-        return True
 
 
-def _age(ref: StateRef) -> tuple[tuple[int, int], int]:
+def age(ref: StateRef) -> tuple[tuple[int, int], int]:
     """Return a key that is larger for a newer snapshot of one launch."""
     return ref.writer.order, ref.number
-
-
-def _copy_of(ref: StateRef, node: int) -> int:
-    """Return how late an agent writes one of its snapshots, see `StateRef.copy`."""
-    if ref.tier == REPLICA:
-        return ref.copy + 1
-    return ref.copy if ref.parts else min(node, 1)
 
 
 class EndSave:
@@ -563,43 +513,46 @@ class EndSave:
             self._problems.append(f"snapshots in memory were not written: {format_error(error)}")
             return
         while self._writers and not self._stop.is_set():
+            is_idle = True
             for writer in tuple(self._writers):
                 try:
-                    end = writer.advance()
+                    step = writer.advance()
                 except Exception as error:
                     # Any error must be part of the report on how the run ended.
-                    end = Done(format_error(error))
+                    step = Done(format_error(error))
                 if self._stop.is_set():
                     return
-                if end is None:
-                    continue
-                if writer.saved_step is not None:
-                    self.saved = writer.saved_step
-                problem = writer.describe_failure(end.problem) if end.problem else ""
-                if problem := problem or writer.describe_difference():
-                    self._problems.append(problem)
-                self._writers.remove(writer)
-            if self._writers:
+                is_idle &= step is None
+                if isinstance(step, Done):
+                    self._note_end(writer, step)
+            if is_idle:
                 self._stop.wait(self._limits.poll_s)
+
+    def _note_end(self, writer: StateWriter, end: Done) -> None:
+        if writer.saved_step is not None:
+            self.saved = writer.saved_step
+        if end.lost:
+            log.warning("%s", writer.describe_failure(f"it {end.lost}"))
+        problem = writer.describe_failure(end.problem) if end.problem else ""
+        if problem := problem or writer.describe_difference():
+            self._problems.append(problem)
+        self._writers.remove(writer)
 
     def _create_writers(self) -> list[StateWriter]:
         """Return a writer for the snapshots of each name that have a checkpoint directory."""
         by_name: dict[str, list[StateRef]] = {}
         for ref in list_snapshots(self._memory):
             by_name.setdefault(ref.name, []).append(ref)
-        writers = []
+        limits, info, writers = self._limits, self._info, []
+        if info is None or info.world_size == 1:
+            limits = attrs.evolve(limits, settle_s=0.0, peers_s=0.0)  # There is nobody to wait for.
         for _, refs in sorted(by_name.items()):
-            header = read_snapshot_header(self._memory, max(refs, key=_age))
+            header = read_snapshot_header(self._memory, max(refs, key=age))
             if header is not None and header.folder:
-                writers.append(
-                    StateWriter(
-                        self._memory,
-                        refs,
-                        header.folder,
-                        self._info,
-                        storage=self._storage,
-                        is_leaving=self._is_leaving,
-                        limits=self._limits,
-                    )
+                location, generation = (
+                    self._storage or header.folder,
+                    info.generation if info else 0,
                 )
+                place = (self._memory, refs, header.folder, location, generation)
+                writers.append(StateWriter(*place, self._is_leaving, limits))
         return writers

@@ -108,7 +108,7 @@ class SnapshotHeader:
     # has those of one rank.
     values: str = ""
     saved_at: float = 0.0  # Unix time of the writer's clock, for display
-    copy: int = 0  # of a part that several ranks have (HSDP): numbers these ranks
+    copy: int = 0  # see `StateRef`; a replica has the header of the original
 
     @property
     def num_retained(self) -> int:
@@ -128,7 +128,7 @@ class SnapshotHeader:
             name=self.name,
             parts=self.parts if self.sharded else 0,
             part=self.part if self.sharded else None,
-            copy=self.copy,
+            copy=self.copy + (not is_own),
             writer=self.writer,
             line=self.line,
             tier=MEMORY if is_own else REPLICA,

@@ -175,7 +175,8 @@ class SnapshotSource(StateSource):
             part, parts = self._rank, self._world_size
             copy = copy_number(filter(is_sharded, shards.values()))
         else:
-            image, part, parts, copy = layouts.plan(flat, {"step": step}), 0, 1, 0
+            image, part, parts = layouts.plan(flat, {"step": step}), 0, 1
+            copy = min(self._rank, 1)  # At the end of a job, the node of rank 0 writes first.
         slot = self.keep(
             step,
             image,

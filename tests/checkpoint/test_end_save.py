@@ -47,18 +47,20 @@ class Host:
         (memory / "1").mkdir(parents=True)
 
     @contextmanager
-    def worker(self, **place: object) -> Iterator[CheckpointManager]:
-        """Enter a worker of this node, and yield its manager."""
+    def worker(self, rank: int = 0) -> Iterator[CheckpointManager]:
+        """Enter the only worker of this node, and yield its manager."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("ELASTICLIB_SNAPSHOTS", str(self.memory / "1"))
-            for name, value in {"GENERATION": 3, "INCARNATION": "first", **place}.items():
+            for name, value in {"GENERATION": 3, "INCARNATION": "first"}.items():
                 patch.setenv(f"ELASTICLIB_{name}", str(value))
             patch.setenv("TORCHELASTIC_RUN_ID", "job")
+            for name, number in {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": rank + 1}.items():
+                patch.setenv(name, str(number))
             with CheckpointManager(self.checkpoints) as manager:
                 yield manager
 
-    def keep(self, *steps: int, **place: object) -> Host:
-        with self.worker(**place) as manager:
+    def keep(self, *steps: int, rank: int = 0) -> Host:
+        with self.worker(rank) as manager:
             for step in steps:
                 assert manager.snapshot(step, state(step))
         return self
@@ -255,7 +257,7 @@ class FullDisk(DataDisk):
 
 
 def several(tmp_path: Path, checkpoints: Path, count: int) -> list[Host]:
-    return [Host(tmp_path / str(rank), checkpoints).keep(4) for rank in range(count)]
+    return [Host(tmp_path / str(rank), checkpoints).keep(4, rank=rank) for rank in range(count)]
 
 
 def test_a_common_state_is_written_by_one_node_and_committed_once_or_more(
@@ -530,7 +532,7 @@ def url() -> Iterator[str]:
 def test_agents_write_a_state_once_at_a_url(tmp_path: Path, url: str) -> None:
     infos = nodes(2)
     ends = [
-        Host(tmp_path / str(rank), url).keep(4).end_save(infos[rank], settle_s=30.0)
+        Host(tmp_path / str(rank), url).keep(4, rank=rank).end_save(infos[rank], settle_s=30.0)
         for rank in range(2)
     ]
     with ThreadPoolExecutor() as pool:

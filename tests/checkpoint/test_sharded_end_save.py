@@ -22,7 +22,6 @@ from elasticlib.checkpoint.end_plan import (
     Done,
     Held,
     Put,
-    Staged,
     Timeouts,
     list_parts,
     next_end_step,
@@ -322,7 +321,7 @@ class Fleet:
             )
             if refs:
                 is_saved = any(saved >= step for saved in self.committed)
-                held.append(Held(refs, Staged(files, free, missing), is_saved))
+                held.append(Held(refs, files, free, missing, is_saved=is_saved))
         return held
 
     def start(self, agent: int) -> bool:
@@ -335,7 +334,7 @@ class Fleet:
                 self.ended[agent] = problem
             case Commit(held):
                 step = held.refs[0].step
-                assert len(list_parts(self.folders[step], (), ())[0]) == self.num_parts
+                assert len(held.files) == self.num_parts
                 self.committed.add(step)
                 self.quiet_s = 0.0
             case Put(ref, name):
