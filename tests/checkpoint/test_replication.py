@@ -40,6 +40,7 @@ from elasticlib.checkpoint.snapshot_slots import (
     SnapshotRef,
     encode_header,
 )
+from elasticlib.checkpoint.storage import CHECKSUM_BYTES
 from elasticlib.clock import monotonic
 from elasticlib.errors import CheckpointError, ConfigError
 from elasticlib.rendezvous.interface import RendezvousInfo, RendezvousStoreInfo, assign_ranks
@@ -48,7 +49,8 @@ from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.spec import Worker, WorkerGroup
 
 SECRET = b"the secret of the job"
-OLD = SnapshotHeader("s", 1, 1, 3, "run", 1)
+CHECKSUM = bytes(CHECKSUM_BYTES)  # the end of a pack in the memory of the worker that wrote it
+OLD = SnapshotHeader("s", 1, 1, 3 + CHECKSUM_BYTES, "run", 1)
 PROOF_BYTES = 32
 HELLO_BYTES = 8 + 4 + NONCE_BYTES
 
@@ -93,13 +95,13 @@ class Host:
         """Write a snapshot as a worker does."""
         self.sequence += 1
         record = SnapshotHeader(
-            "s", step, self.sequence, len(pack), "run", self.info.generation, **more
+            "s", step, self.sequence, len(pack + CHECKSUM), "run", self.info.generation, **more
         )
         record = attrs.evolve(record, folder=str(self.folder / "disk"))
         attempt_dir = self.attempt_dir(self.attempt)
         slots = self.slots.setdefault(record.part, snapshot_slots.SnapshotSlots(attempt_dir))
         with slots.open_for_writing(record) as view:
-            view[:] = pack
+            view[:] = pack + CHECKSUM
         snapshot_slots.wake_agent(attempt_dir)
 
     def found(self, owner: str = "") -> list[SnapshotRef]:
@@ -110,9 +112,9 @@ class Host:
         return [one.header.step for one in self.found(owner)]
 
     def pack(self, one: SnapshotRef) -> bytes | None:
-        """Return the bytes of a snapshot, or None while its writer has it locked."""
+        """Return the pack of a snapshot without its checksum, or None while it is locked."""
         with snapshot_slots.map_snapshot(self.folder, one) as view:
-            return None if view is None else bytes(view)
+            return None if view is None else bytes(view[:-CHECKSUM_BYTES])
 
     def has(self, owner: str, step: int) -> Callable[[], bool]:
         return lambda: step in self.steps(owner)
@@ -168,7 +170,7 @@ def stream_to(
 def send(stream: socket.socket, folder: Path, record: SnapshotHeader, pack: bytes) -> str:
     """Send a snapshot with these bytes, and return why it is not stored."""
     path = folder / "sent"
-    path.write_bytes(bytes(HEADER_BYTES) + pack)
+    path.write_bytes(bytes(HEADER_BYTES) + pack + CHECKSUM)
     with path.open("rb") as file:
         return send_snapshot(stream, file.fileno(), record)
 
@@ -336,7 +338,10 @@ def test_a_snapshot_that_is_truncated_while_it_is_sent_is_not_stored(hosts: list
     store = MemoryStore()
     infos = generation(1, 2, store)
     hosts[1].begin(infos[1])
-    record, path = SnapshotHeader("s", 1, 1, 8 << 20, "run", 1), hosts[0].folder / "file"
+    record, path = (
+        SnapshotHeader("s", 1, 1, (8 << 20) + CHECKSUM_BYTES, "run", 1),
+        hosts[0].folder / "file",
+    )
     path.write_bytes(bytes(HEADER_BYTES + (4 << 20)))
     cut = pytest.raises(CheckpointError, match=f"cut to {4 << 20} of {8 << 20} bytes")
     with stream_to(store, infos[0], 1) as stream, path.open("rb") as file, cut:
@@ -380,7 +385,7 @@ def test_a_sender_that_dies_while_it_sends_leaves_the_last_complete_replica(
     store = MemoryStore()
     sender, target = generation(1, 2, store)
     hosts[1].begin(target)
-    record = SnapshotHeader("s", 2, 2, 10, "run", 1)
+    record = SnapshotHeader("s", 2, 2, 10 + CHECKSUM_BYTES, "run", 1)
     with stream_to(store, sender, 1) as stream:
         assert send(stream, hosts[0].folder, OLD, b"old") == ""
         send_header(stream, record)
