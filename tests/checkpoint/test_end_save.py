@@ -409,7 +409,8 @@ def test_end_save_does_not_disturb_a_save_of_a_worker_on_another_node(
     host: Host, checkpoints: Path
 ) -> None:
     problems: list[str] = []
-    disk = DiskThatCallsDuringWrite(lambda: problems.append(host.keep(7).save()))
+    host.keep(7)
+    disk = DiskThatCallsDuringWrite(lambda: problems.append(host.save()))
     with create_manager(LocalStorage(checkpoints, disk), PLACE) as manager:
         manager.save(8, state(8))
         manager.wait()

@@ -224,6 +224,7 @@ def enter_node(folder: Path, node: int, attempt: int) -> None:
     memory.mkdir(parents=True, exist_ok=True)
     os.environ["LOCAL_RANK"] = "0"
     os.environ["ELASTICLIB_GENERATION"] = str(attempt)
+    os.environ["ELASTICLIB_INCARNATION"] = "one"  # The ranks are one launch.
     os.environ["ELASTICLIB_SNAPSHOTS"] = str(memory)
 
 
