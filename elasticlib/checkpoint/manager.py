@@ -235,13 +235,11 @@ class CheckpointManager:
         self._check_open()
         options = _SaveOptions(bool(pin), if_busy == "skip", bool(snapshot))
         job = LocalSave(step, self._writer, _running_check(self._copying))
-        # From here on, the call counts, and the other ranks learn whether it has failed here.
-        self._open_calls.append(job)
-        self._results.count(job)
         try:
             return self._copying.run(partial(self._save, job, state, options))
         except CallRejectedError:
             job.fail(self._concurrent_call_error(f"step {step} was not saved"))
+            self._count_call(job)
             if self.is_writer:
                 self._results.publish_failed_call(job)
             raise require_not_none(job.call_error, "the error") from None
@@ -271,12 +269,9 @@ class CheckpointManager:
             raise self._concurrent_call_error(what) from None
 
     def _save(self, job: LocalSave, state: object, options: _SaveOptions) -> SaveHandle:
+        self._count_call(job)
         self._report_failed_calls(interrupted_before=job)
         try:
-            if (
-                job not in self._open_calls
-            ):  # Another thread takes this call for an interrupted one.
-                raise self._concurrent_call_error(f"step {job.step} was not saved")
             return self._start_save(job, state, options)
         except BaseException as error:
             if job.is_copied and self._is_posted(job):
@@ -286,6 +281,11 @@ class CheckpointManager:
             raise
         finally:
             self._report_failed_calls()
+
+    def _count_call(self, job: LocalSave) -> None:
+        """Count a call of `save`. From here on, the other ranks learn whether it fails here."""
+        self._open_calls.append(job)
+        self._results.count(job)
 
     def _report_failed_calls(self, interrupted_before: object = None) -> None:
         """Tell the other ranks which calls of `save` have failed on this rank, in their order.
