@@ -321,6 +321,9 @@ class MappedSlot(Slot):
             if size:
                 path.unlink(missing_ok=True)
             raise
+        except ValueError:  # The call that created the file was interrupted.
+            path.unlink(missing_ok=True)
+            raise
         slot = cls(len(memory) - HEADER_BYTES, path=path, file=file, memory=memory)
         slot.read_header()
         return slot
