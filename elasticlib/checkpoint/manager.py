@@ -163,7 +163,7 @@ class CheckpointManager:
         self._per_rank = read_names(per_rank)
         self._rank_values = RankValueEncoder(self._per_rank)
         self._layouts, self._digests = LayoutCache(), DigestCache()
-        self._writer = Writer()
+        self._writer = Writer(_report_saved)
         # Memory of saves, where no agent has memory for them.
         self._private_slots = SnapshotSlots(None, jobs=self._writer.jobs)
         self._copying = SingleCall()  # a call that copies a state, or frees memory of copies
@@ -932,6 +932,10 @@ class CheckpointManager:
                 "this process was forked from the one that created the CheckpointManager of "
                 f"{self._name}, and only that process may save"
             )
+
+
+def _report_saved(step: int) -> None:
+    context().report_saved(step)
 
 
 def _running_check(call: SingleCall) -> Callable[[], bool]:
