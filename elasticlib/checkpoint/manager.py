@@ -223,8 +223,8 @@ class CheckpointManager:
             CheckpointError: the state cannot be saved; the previous save failed, no caller has
                 checked it, and this one was not started; another call of `save` or `snapshot` is
                 still copying a state, in another thread or in code that a signal handler has
-                interrupted; `if_busy` is "skip" and the ranks have no process group; or there is
-                no memory for the snapshot.
+                interrupted; `if_busy` is "skip" and the ranks have no process group; there is no
+                memory for the snapshot; or the state is sharded and the call failed on any rank.
             CheckpointFencedError: a newer generation or launch writes to the directory.
             ConfigError: `if_busy` has another value.
         """
