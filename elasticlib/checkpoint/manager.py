@@ -190,7 +190,7 @@ class CheckpointManager:
         self._per_rank = read_names(per_rank)
         self._rank_values = RankValueEncoder(self._per_rank)
         self._layouts, self._digests = LayoutCache(), DigestCache()
-        self._writer = WriterThread()
+        self._writer = WriterThread(_report_saved)
         # Memory of saves, where no agent has memory for them.
         self._private_slots = SnapshotSlots(None, jobs=self._writer.jobs)
         self._copying = SingleCall()  # a call that copies a state, or frees memory of copies
@@ -253,8 +253,8 @@ class CheckpointManager:
             CheckpointError: the state cannot be saved; the previous save failed, no caller has
                 checked it, and this one was not started; another call of `save` or `snapshot` is
                 still copying a state, in another thread or in code that a signal handler has
-                interrupted; `if_busy` is "skip" and the ranks have no process group; or there is
-                no memory for the snapshot.
+                interrupted; `if_busy` is "skip" and the ranks have no process group; there is no
+                memory for the snapshot; or the state is sharded and the call failed on any rank.
             CheckpointFencedError: a newer generation or launch writes to the directory, or a job of
                 elasticrun does, and this process has no such launcher (see `claim`).
             ConfigError: `if_busy` has another value, or `metrics` has a value that is no finite
@@ -267,13 +267,11 @@ class CheckpointManager:
         self._check_open()
         options = _SaveOptions(bool(pin), if_busy == "skip", bool(snapshot), _check(metrics))
         job = LocalSave(step, self._writer, _running_check(self._copying))
-        # From here on, the call counts, and the other ranks learn whether it has failed here.
-        self._open_calls.append(job)
-        self._results.count(job)
         try:
             return self._copying.run(partial(self._save, job, state, options))
         except CallRejectedError:
             job.fail(self._concurrent_call_error(f"step {step} was not saved"))
+            self._count_call(job)
             if self.is_writer:
                 self._results.publish_failed_call(job)
             raise require_not_none(job.call_error, "the error") from None
@@ -303,12 +301,9 @@ class CheckpointManager:
             raise self._concurrent_call_error(what) from None
 
     def _save(self, job: LocalSave, state: object, options: _SaveOptions) -> SaveHandle:
+        self._count_call(job)
         self._report_failed_calls(interrupted_before=job)
         try:
-            if (
-                job not in self._open_calls
-            ):  # Another thread takes this call for an interrupted one.
-                raise self._concurrent_call_error(f"step {job.step} was not saved")
             return self._start_save(job, state, options)
         except BaseException as error:
             if job.is_copied and self._is_posted(job):
@@ -318,6 +313,11 @@ class CheckpointManager:
             raise
         finally:
             self._report_failed_calls()
+
+    def _count_call(self, job: LocalSave) -> None:
+        """Count a call of `save`. From here on, the other ranks learn whether it fails here."""
+        self._open_calls.append(job)
+        self._results.count(job)
 
     def _report_failed_calls(self, interrupted_before: object = None) -> None:
         """Tell the other ranks which calls of `save` have failed on this rank, in their order.
@@ -1076,6 +1076,10 @@ def _check(metrics: Mapping[str, float] | None) -> Mapping[str, float]:
         if not math.isfinite(checked[str(name)]):
             raise ConfigError(f"metrics must be finite numbers, got {name!r}: {value!r:.80}")
     return checked
+
+
+def _report_saved(step: int) -> None:
+    context().report_saved(step)
 
 
 def _running_check(call: SingleCall) -> Callable[[], bool]:

@@ -22,8 +22,8 @@ import contextlib
 import ctypes
 import itertools
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import attrs
 import torch
@@ -44,6 +44,7 @@ from .safetensors_header import (
 from .state_tree import (
     FlatState,
     StatePath,
+    TreeEncoding,
     decode_path,
     encode_path,
     encode_structure,
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
     from .snapshot_slots import MappedSlot
 
 _TensorKey: TypeAlias = tuple[torch.dtype, torch.Size, tuple[int, ...], torch.device]
+SMALL_BYTES = 64 << 10  # The copy of such a tensor costs little, and keeping it must not cost much.
 _ENTRY_DTYPES = {dtype_from_name(name): entry for entry, name in DTYPES.items()}
 _STORAGE = "~storage"  # No name of a tensor contains this: a "~" in a key is written "~0".
 _DECODING_ERRORS = (
@@ -296,23 +298,10 @@ def _build_layout(
     unique = [at for at, first in enumerate(groups) if first == at]
     number_of = {at: number for number, at in enumerate(unique)}
     numbers = [number_of[first] for first in groups]
-    tree: dict[str, Any] = {}
-    paths: list[StatePath] = []
-    arrays: dict[int, Any] = {}
-    if structure:
-        encoding = encode_structure(structure, numbers)
-        paths, arrays, tree["tree"] = encoding.paths, encoding.arrays, encoding.tree
-    meshes = [shards.rest_mesh if shards else ""] * len(paths)
-    places: dict[int, tuple[int, ...]] = {}  # of shards, by their positions
-    if shards is not None:
-        tree["shards"] = numbers[len(paths) :]
-        if shards.has_rest:
-            tree["shard_paths"] = [encode_path(path) for path in shards.paths]
-        places = dict(enumerate(shards.offsets, len(paths)))
-        paths, meshes = [*paths, *shards.tensors], [*meshes, *shards.meshes]
+    tree, places, arrays = _describe_tensors(structure, numbers, shards)
     for at in unique:
-        _check_tensor(paths[at], tensors[at])
-    names = _unique_names([(paths[at], meshes[at]) for at in unique])
+        _check_tensor(places[at].path, tensors[at])
+    names = _unique_names([places[at] for at in unique])
     layouts = [StridedLayout.of(tensors[at]).densified() for at in unique]
     order = order_entries([layout.num_bytes for layout in layouts])
     entries, rows, sizes = [], [None] * len(unique), [layouts[number].num_bytes for number in order]
@@ -327,9 +316,8 @@ def _build_layout(
     tree["tensors"] = rows
     text = f',"tree":{compact_json(tree)}}}'
     capacity = state_capacity(_state_text(values, text))
-    entries = [row._replace(begin=row.begin + capacity, end=row.end + capacity) for row in entries]
-    of_shards = {names[number_of[at]]: place for at, place in places.items() if at in number_of}
-    header, size = encode_header(capacity, entries, None if shards is None else of_shards)
+    offsets = {names[number]: places[at].offsets for number, at in enumerate(unique)}
+    header, size = encode_header(capacity, entries, None if shards is None else offsets)
     copied = [place for place, number in enumerate(order) if layouts[number].num_bytes]
     return PackLayout(
         key=key,
@@ -343,6 +331,36 @@ def _build_layout(
         structure_crc=zlib.crc32(compact_json(tree.get("tree")).encode()),
         devices=frozenset(tensors[at].device for at in unique if not tensors[at].is_cpu),
     )
+
+
+class _Place(NamedTuple):
+    """The place of a tensor in the state."""
+
+    path: StatePath
+    mesh: str  # the ranks that have it; "" if all ranks do
+    offsets: tuple[int, ...] | None = None  # of a shard
+
+
+def _describe_tensors(
+    structure: Sequence[Any], numbers: list[int], shards: Shards | None
+) -> tuple[dict[str, Any], list[_Place], Mapping[int, Any]]:
+    """Return the tree of a pack without its rows, the place of each tensor, and the arrays.
+
+    Args:
+        structure: The structure of the state, if it is in the pack.
+        numbers: The number of each tensor in the pack.
+        shards: See `LayoutCache.plan`.
+    """
+    encoding = encode_structure(structure, numbers) if structure else TreeEncoding()
+    tree: dict[str, Any] = {"tree": encoding.tree} if structure else {}
+    if shards is None:
+        return tree, [_Place(path, "") for path in encoding.paths], encoding.arrays
+    tree["shards"] = numbers[len(encoding.paths) :]
+    if shards.has_rest:
+        tree["shard_paths"] = [encode_path(path) for path in shards.paths]
+    places = [_Place(path, shards.rest_mesh) for path in encoding.paths]
+    places += map(_Place, shards.tensors, shards.meshes, shards.offsets)
+    return tree, places, encoding.arrays
 
 
 def _state_text(values: str, tree: str) -> bytes:
@@ -371,14 +389,14 @@ def _entry_and_row(
     return entry, [dtype_name(layout.dtype), layout.shape, layout.stride, place, location]
 
 
-def _unique_names(places: list[tuple[StatePath, str]]) -> list[str]:
-    """Return the name of each tensor in the pack, given its path in the state and its mesh.
+def _unique_names(places: Iterable[_Place]) -> list[str]:
+    """Return the name of each tensor in the pack, given its place in the state.
 
     Raises:
         CheckpointError: Two paths have the same name.
     """
     known: dict[str, StatePath] = {}
-    for path, mesh in places:
+    for path, mesh, _ in places:
         name = path_name(path)
         # safetensors has a key of this name next to the entries.
         name = "~__metadata__" if name == "__metadata__" else name
@@ -440,8 +458,8 @@ def unpack(pack: memoryview, *, map_location: MapLocation = "cpu", copy: bool = 
     Args:
         pack: Writable memory, at a multiple of 64 bytes.
         map_location: The devices for tensors, as `torch.load` takes it. NumPy arrays stay.
-        copy: Whether tensors get memory of their own. If not, tensors on the CPU are views of the
-            pack and change with it.
+        copy: Whether all tensors get memory of their own. If not, tensors on the CPU of more than
+            `SMALL_BYTES` are views of the pack, and keep all of its memory.
 
     Raises:
         CheckpointCorruptError: The bytes are not a pack, or its header was changed or truncated.
@@ -469,7 +487,11 @@ def unpack_part(
         shards = [stored[number][0] for number in numbers if number >= 0]
     # Errors of a device or of the caller's function are not errors of the pack.
     tensors = [
-        relocated(tensor.clone() if copy else tensor, location, map_location)
+        relocated(
+            tensor.clone() if copy or tensor.nbytes <= SMALL_BYTES else tensor,
+            location,
+            map_location,
+        )
         for tensor, location in stored
     ]
     with _translate_decoding_errors("tree"):

@@ -72,7 +72,7 @@ IfUnusable: TypeAlias = Literal["raise", "start_over"]  # there are checkpoints,
 
 _MAX_LISTED_STATES = 4096  # per rank, the newest; bounds the size of what ranks exchange
 _MAX_LISTED_UNUSABLE = 16
-_MAX_REASON_CHARS = 300
+_MAX_REASON_CHARS = 400
 _MAX_SHOWN_REASONS = 3
 
 PENDING_TIMEOUT_S = 60.0  # for the last snapshots of nodes that leave, which others still write

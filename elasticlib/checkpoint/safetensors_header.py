@@ -5,8 +5,8 @@ A pack is a plain safetensors file::
     0         uint64, little-endian: the size of the JSON header
     8         {"__metadata__":{"elasticlib":"5"},"~state":{"dtype":"U8",...},
                "model/weight":{"dtype":"F32",...},...,"~crc":{"dtype":"U8","shape":[8],...}}
-    n * 64    ~state: {"meta":{...},"values":[...],"tree":{...}}
-    m * 64    the bytes of the tensors, in the order of the header, without gaps
+    n * 4096  ~state: {"meta":{...},"values":[...],"tree":{...}}
+    m * 4096  the bytes of the tensors, in the order of the header, without gaps
     size - 8  ~crc: the checksum of all bytes before it, as 8 hexadecimal digits
 
 - The header depends only on the structure of the state, so it is encoded once for many snapshots.
@@ -37,6 +37,7 @@ from ..errors import CheckpointCorruptError, CheckpointError, CheckpointUnreadab
 FORMAT = 5
 STATE, CRC, CRC_BYTES = "~state", "~crc", 8  # No name of a tensor begins like these two.
 ALIGNMENT = 64  # Entries whose size allows it begin at a multiple of so many bytes.
+PAGE_BYTES = 4096  # The header and `~state` are whole pages, and so the tensors begin at a page.
 MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors
 MAX_STATE_BYTES = 1 << 30
 
@@ -95,7 +96,7 @@ def state_capacity(state: bytes) -> int:
     Raises:
         CheckpointError: The plain values are too large.
     """
-    capacity = round_up(len(state) + max(_MIN_SPARE_BYTES, len(state) // 4), ALIGNMENT)
+    capacity = round_up(len(state) + max(_MIN_SPARE_BYTES, len(state) // 4), PAGE_BYTES)
     if capacity > MAX_STATE_BYTES:
         raise CheckpointError(
             f"the values of the state that are not tensors have {len(state)} bytes as text, which "
@@ -119,15 +120,18 @@ def order_entries(sizes: Sequence[int]) -> list[int]:
 
 
 def encode_header(
-    capacity: int, entries: Iterable[PackEntry], offsets: Mapping[str, Sequence[int]] | None = None
+    capacity: int,
+    entries: Iterable[PackEntry],
+    offsets: Mapping[str, Sequence[int] | None] | None = None,
 ) -> tuple[bytes, int]:
     """Encode the header of a pack.
 
     Args:
-        capacity: The size of `~state`, a multiple of `ALIGNMENT`.
-        entries: The entries of tensors, whose bytes follow each other after `~state`.
+        capacity: The size of `~state`, see `state_capacity`.
+        entries: The entries of tensors, whose bytes follow each other after `~state`. Their offsets
+            are counted from its end.
         offsets: In a part of a sharded state: where the shards begin in the whole tensors, by the
-            names of their entries.
+            names of their entries. Other entries are whole.
 
     Returns:
         All bytes before `~state`, and the size of the pack.
@@ -135,19 +139,20 @@ def encode_header(
     Raises:
         CheckpointError: The state has too many tensors.
     """
-    rows = [PackEntry(STATE, "U8", (capacity,), 0, capacity), *entries]
+    rows = [PackEntry(STATE, "U8", (capacity,), 0, capacity)]
+    rows += (one._replace(begin=capacity + one.begin, end=capacity + one.end) for one in entries)
     end = rows[-1].end
     rows.append(PackEntry(CRC, "U8", (CRC_BYTES,), end, end + CRC_BYTES))
     metadata = {"elasticlib": str(FORMAT)}
     if offsets is not None:
-        zeros = {row.name: [0] * len(row.shape) for row in rows}
-        places = {name: {"saved_offsets": offsets.get(name, zero)} for name, zero in zeros.items()}
+        begins = {row.name: offsets.get(row.name) or [0] * len(row.shape) for row in rows}
+        places = {name: {"saved_offsets": begin} for name, begin in begins.items()}
         metadata["DCP_SHARDING_INFO"] = compact_json(places)
     fields: dict[str, Any] = {"__metadata__": metadata}
     for name, dtype, shape, begin, end in rows:
         fields[name] = {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}
     text = compact_json(fields).encode("ascii")
-    start = round_up(_LENGTH.size + len(text), ALIGNMENT)
+    start = round_up(_LENGTH.size + len(text), PAGE_BYTES)
     if start > MAX_HEADER_BYTES:
         raise CheckpointError(
             f"the state has {len(rows) - 2} tensors, and their names and shapes need more than the "

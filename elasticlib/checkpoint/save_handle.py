@@ -175,6 +175,7 @@ class LocalSave(SaveHandle):
         self.call = object()  # stands for the call of `save`, see `SaveResults.count`
         self.work: Callable[[LocalSave], None] | None = None  # None before the job is posted
         self.caller = 0  # the thread that has posted the job
+        self._is_run_by_caller = False
         self.slot: MappedSlot | None = None  # reserved until the job is finished
         self.copy: Callable[[], None] = lambda: None  # copies the state to the slot
         self.data: memoryview | None = None  # the complete copy
@@ -202,22 +203,29 @@ class LocalSave(SaveHandle):
 
     def run(self) -> None:
         """Execute the job, unless it is finished. Only the writer calls this."""
-        if self.is_finished or self.work is None:
+        if self.is_finished:
             return
-        try:
-            self.work(self)
-            durable_at = self.committed_at if self.committed_at > self.started_at else monotonic()
-            self.durable_s = durable_at - self.started_at
-        except Exception as error:
-            self._failure = error
-        except BaseException as error:
-            reason = f"{type(error).__name__} interrupted the writer"
-            self._failure = CheckpointError(f"step {self.step} was not saved: {reason}")
-            raise
-        finally:
-            # These refer to the memory of the copy, which may be freed now, or to the state.
-            self.work, self.slot, self.data, self.copy = None, None, None, lambda: None
-            self.is_finished = True
+        if self.work is None:
+            # A signal handler has interrupted the job. If that was in the call of `save`, the call
+            # has raised its exception.
+            self.was_checked = self.was_checked or self._is_run_by_caller
+        else:
+            self._is_run_by_caller = self.is_run_by_caller
+            failure: Exception | None = None
+            self._failure = CheckpointError(
+                f"step {self.step} was not saved: an exception interrupted the writer"
+            )
+            try:
+                self.work(self)
+                is_known = self.committed_at > self.started_at
+                self.durable_s = (self.committed_at if is_known else monotonic()) - self.started_at
+            except Exception as error:
+                failure = error
+            finally:
+                # These refer to the memory of the copy, which may be freed now, or to the state.
+                self.work, self.slot, self.data, self.copy = None, None, None, lambda: None
+            self._failure = failure
+        self.is_finished = True
 
     @property
     def is_run_by_caller(self) -> bool:

@@ -253,8 +253,7 @@ def kind_of(ref: StateRef) -> tuple[str, int]:
 class _SlotFile(io.FileIO):
     """The file of a slot, which is closed when nothing refers to it any more."""
 
-    def __del__(self) -> None:
-        self.close()
+    __del__ = io.FileIO.close  # without a line of Python that a signal handler could interrupt
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -289,6 +288,9 @@ class MappedSlot(Slot):
             if size:
                 path.unlink(missing_ok=True)
             raise
+        except ValueError:  # The call that created the file was interrupted.
+            path.unlink(missing_ok=True)
+            raise
         slot = cls(len(memory) - HEADER_BYTES, path=path, file=file, memory=memory)
         slot.read_header()
         return slot
@@ -306,13 +308,18 @@ class MappedSlot(Slot):
         """True if another program has removed the file."""
         return self.file is not None and not os.fstat(self.file.fileno()).st_nlink
 
+    @property
+    def is_closed(self) -> bool:
+        """True if `close` was called."""
+        return self.memory.closed if self.file is None else self.file.closed
+
     def try_lock(self) -> bool:
         """Lock the file for writing. Return False if it is being read."""
         return self.file is None or _try_lock(self.file.fileno(), fcntl.LOCK_EX)
 
     def unlock(self) -> None:
         """Allow others to read the file. A process that was forked from this one may have it."""
-        if self.file is not None and not self.file.closed:
+        if self.file is not None:
             fcntl.flock(self.file.fileno(), fcntl.LOCK_UN)
 
     def allocate(self, end: int) -> None:
@@ -575,9 +582,10 @@ class SnapshotSlots:
 
     def _read_slots(self) -> None:
         """Read the list of slots from the headers, after a call was interrupted or has failed."""
-        slots = [slot for slot in self._slots if slot.path is None]
+        # An interrupted call may have closed slots, and left them in the list.
+        slots = [slot for slot in self._slots if slot.path is None and not slot.is_closed]
         if self._folder is not None:
-            known = {slot.path: slot for slot in self._slots}
+            known = {slot.path: slot for slot in self._slots if not slot.is_closed}
             is_spare = self._spare_path not in known
             for path in self._folder.glob(f"{self._prefix}.*"):
                 if is_spare and path == self._spare_path:
@@ -665,9 +673,10 @@ class SnapshotSlots:
         return slot
 
     def _drop_spare(self) -> None:
-        spare, self._spare = self._spare, None
+        spare = self._spare
         if spare is not None and spare.path is not None and spare not in self._slots:
             spare.path.unlink(missing_ok=True)
+        self._spare = None
 
     def _drop_removed(self) -> None:
         """Drop the slots whose files another program has removed, and log a warning."""

@@ -415,7 +415,7 @@ def _encode_plain(path: StatePath, value: Any) -> Any:
 def _decode_plain(encoded: Any) -> Any:
     if not isinstance(encoded, dict):
         return encoded
-    kind = next(iter(encoded), None)
+    kind = next(iter(encoded), "")
     payload = encoded[kind]
     if kind in _DECODERS:
         return _DECODERS[kind](payload)
@@ -798,7 +798,7 @@ class _Decoder:
             return _decode_plain(self._next_value())
         if isinstance(encoded, list):
             return [self.decode(item) for item in encoded]
-        kind = next(iter(encoded), None)
+        kind = next(iter(encoded), "")
         payload = encoded[kind]
         if kind in ("tensor", "parameter", "array"):
             # Arrays with the same bytes can be views of another dtype, shape or memory order.

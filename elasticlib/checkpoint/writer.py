@@ -24,7 +24,6 @@ import attrs
 from ..clock import monotonic, sleep
 from ..errors import CheckpointError, require_not_none
 from ..threads import CallRejectedError, SingleCall, daemon_thread
-from ..workers.context import context
 from .catalog import DataFile
 from .collectives import PeerGroup
 from .commit import Committer, part_name
@@ -45,7 +44,9 @@ class WriterThread:
     down, `start` executes the jobs itself. The thread does not refer to the manager.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_saved: Callable[[int], object] = lambda _: None) -> None:
+        """Create the writer. `on_saved` gets the step of each save that has succeeded."""
+        self._on_saved = on_saved
         self.jobs: deque[LocalSave] = deque()  # The first one may be executing.
         self.last: LocalSave | None = None  # the job that was executed last
         self.last_durable_s: float | None = None  # of the last save that succeeded
@@ -158,7 +159,7 @@ class WriterThread:
             self.last = job
             if job.durable_s is not None:
                 self.last_durable_s = job.durable_s
-                context().report_saved(job.step)
+                self._on_saved(job.step)
             self.jobs.popleft()
 
 

@@ -35,7 +35,9 @@ def plan_part(step: int, value: float, num_elements: int, part: int, num_parts: 
     row = ["w", "float32", [num_elements], [begin], [len(shard)], [1], "cpu"]
     meta = {"step": step, "shards": [row]}
     rest = flatten({"w": None, "n": step})
-    return LayoutCache().plan(rest, meta, Shards({("w",): shard}, [("w",)], has_rest=True))
+    return LayoutCache().plan(
+        rest, meta, Shards({("w",): shard}, [(begin,)], [""], [("w",)], has_rest=True)
+    )
 
 
 class PackFiles(StateSource):

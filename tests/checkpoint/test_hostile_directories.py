@@ -24,10 +24,11 @@ from ranks import Ranks
 from elasticlib import CheckpointManager, latest_checkpoint, load_checkpoint, save_checkpoint
 from elasticlib.checkpoint.catalog import MANIFEST_NAME, append_checksum
 from elasticlib.checkpoint.commit import Selection
-from elasticlib.checkpoint.snapshot_slots import list_snapshots
+from elasticlib.checkpoint.snapshot_slots import list_snapshots, read_snapshot_header
 from elasticlib.checkpoint.storage import MAX_SMALL_FILE_BYTES
 from elasticlib.errors import CheckpointError
 from elasticlib.launch.cli import main
+from elasticlib.testing.waiting import wait_until
 
 
 def state(value: float, size: int = 3) -> dict[str, Any]:
@@ -351,10 +352,10 @@ def test_a_read_only_directory_can_be_read_and_a_save_reports_the_error(
     results = run_as_other_user(lambda: read_without_permission(shared_folder))
     assert results == [2, 2.0, 2, [1, 2], {}, 2.0, True, True, 0]
     assert sorted(os.listdir(shared_folder)) == before
-    # In an empty directory, the restore already reports that nothing can be saved.
     empty = shared_folder.parent / "empty"
     empty.mkdir(mode=0o755)
-    reason = run_as_other_user(lambda: restore(empty))
+    assert run_as_other_user(lambda: restore(empty)) == [0, 0.0, []]
+    reason = run_as_other_user(lambda: save(empty, 1))
     assert "empty could not be claimed: " in reason
     assert "Permission denied" in reason
 
@@ -388,12 +389,15 @@ def test_a_directory_can_have_any_name(
     era.mkdir(parents=True)
     monkeypatch.setenv("ELASTICLIB_SNAPSHOTS", str(era))
     monkeypatch.setenv("ELASTICLIB_GENERATION", "1")
+    monkeypatch.setenv("ELASTICLIB_INCARNATION", "launch")
     folder = tmp_path / os.fsdecode(name)
     save(folder, 1)
     with CheckpointManager(folder) as manager:
         assert manager.snapshot(2, state(2))
     (stored,) = list_snapshots(era.parent)
-    assert stored.header.folder == str(folder)
+    header = read_snapshot_header(era.parent, stored)
+    assert header is not None
+    assert header.folder == str(folder)
     assert restore(folder) == (2, 2.0, ())
     shutil.rmtree(era)
     era.mkdir()
@@ -443,6 +447,7 @@ def test_a_start_on_a_full_disk_restores_from_memory_or_disk(
     era = tmp_path / "memory" / "1"
     era.mkdir(parents=True)
     monkeypatch.setenv("ELASTICLIB_SNAPSHOTS", str(era))
+    monkeypatch.setenv("ELASTICLIB_INCARNATION", "launch")
     monkeypatch.setenv("ELASTICLIB_GENERATION", "1")
     with CheckpointManager(small_disk) as manager:
         assert not manager.restore(state(0))
@@ -452,12 +457,18 @@ def test_a_start_on_a_full_disk_restores_from_memory_or_disk(
     # Each start has the same result.
     for _ in range(3):
         assert restore(small_disk) == (2, 2.0, ())
-        assert "No space left on device" in caplog.text
-        caplog.clear()
+    # The first snapshot acquires the directory, which fails, and says what this means.
+    with CheckpointManager(small_disk) as manager:
+        assert manager.restore(state(0)).step == 2
+        assert manager.snapshot(3, state(3))
+        wait_until("the warning", lambda: "No space left on device" in caplog.text)
+        assert "the next start continues what was saved before" in caplog.text
+    assert restore(small_disk) == (3, 3.0, ())
     shutil.rmtree(era)
     era.mkdir()
     assert restore(small_disk) == (1, 1.0, ())
     with CheckpointManager(small_disk) as manager:
+        assert manager.restore(state(0)).step == 1
         manager.save(3, state(3))
         with pytest.raises(CheckpointError, match="No space left on device"):
             manager.wait()

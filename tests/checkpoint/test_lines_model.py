@@ -24,6 +24,7 @@ from hypothesis.stateful import (
 )
 
 from elasticlib import CheckpointManager
+from elasticlib.checkpoint.end_save import EndSave
 from elasticlib.checkpoint.refs import parse_folder_name
 from elasticlib.checkpoint.snapshot_slots import list_snapshots, remove_snapshots
 from elasticlib.errors import CheckpointError, CheckpointFencedError
@@ -205,6 +206,29 @@ class History(RuleBasedStateMachine):
         self.open_manager()
         self.tip = self.newest_on_disk()
         self.restore_newest()
+
+    @rule(is_over=st.booleans())
+    def drain(self, is_over: bool) -> None:
+        """End all workers early. The agent saves the last snapshot, if no checkpoint is as new."""
+        self.manager.close()
+        snapshot, line = self.in_memory, [] if self.tip is None else self.tip.ancestors()
+        newest = self.newest_on_disk()
+        assert EndSave(self.memory, None).run() == ""
+        is_behind = newest is None or snapshot is None or age(newest) < age(snapshot)
+        if snapshot in line and is_behind and not self.is_known(snapshot):
+            (path,) = self.checkpoints.glob(f"step-{snapshot.step:010d}.*.end")
+            snapshot.folder = path.name
+            self.on_disk[snapshot.value] = snapshot
+        if is_over:
+            self.new_launch()
+            self.tip = self.newest_on_disk()
+        else:
+            self.generation += 1
+            self.open_manager()
+        self.restore_newest()
+
+    def is_known(self, state: Saved) -> bool:
+        return self.on_disk.get(state.value) is state
 
     # -- others -------------------------------------------------------------------------------
 

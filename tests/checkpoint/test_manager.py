@@ -298,7 +298,7 @@ def test_the_newest_launch_keeps_the_fence_of_an_older_one(tmp_path: Path) -> No
         with pytest.raises(CheckpointFencedError, match="launch"):
             create_manager(tmp_path, place_in("a", 8)).claim()
         second.save(3, state(3))
-    assert CheckpointManager(tmp_path).steps() == [1, 3]
+    assert CheckpointManager(tmp_path).steps() == [3]  # The second launch has restored nothing.
 
 
 def test_only_one_of_several_concurrent_writers_can_commit(tmp_path: Path) -> None:
@@ -356,7 +356,8 @@ def test_the_next_writer_deletes_what_an_interrupted_save_has_left(tmp_path: Pat
 
 
 def test_a_writer_that_lost_the_fence_cannot_prune(tmp_path: Path) -> None:
-    old, new = (create_manager(tmp_path, place_in("l", number), keep_last=1) for number in (1, 2))
+    old = create_manager(tmp_path, place_in("l", 1), keep_last=1)
+    new = create_manager(tmp_path, place_in("l", 2), keep_last=9)
     for step in (1, 2):
         old.save(step, state(step), pin=True).wait()
         old.unpin(step)
@@ -377,7 +378,7 @@ def test_only_rank_0_writes(tmp_path: Path) -> None:
             if writes:
                 manager.wait()
             else:
-                with pytest.raises(CheckpointError, match=r"rank 0 was to save .*000001"):
+                with pytest.raises(CheckpointError, match=r"rank 0 was to save step 1 in"):
                     manager.wait(timeout=0.1)
             assert manager.prune().kept == ((1,) if writes else ())
         assert folder.exists() is writes
@@ -413,9 +414,9 @@ def test_a_stop_and_the_exit_of_the_process_wait_for_saves(job: Job, tmp_path: P
     assert "an error of the script's own" in node.text
     step, *writer = json.loads(node.wait_for_log(r"stopped at (\[.*\])")[1])
     assert manager.latest() == step + 1
-    lines = (tmp_path / f"kept/step-{step + 1:010d}/manifest.json").read_text().splitlines()
-    manifest = json.loads(lines[0])
-    assert [manifest["run_id"], manifest["incarnation"], str(manifest["generation"])] == writer
+    path = step_folder(tmp_path / "kept", step + 1) / "manifest.json"
+    found = json.loads(path.read_text().splitlines()[0])["writer"]
+    assert [found["run"], found["incarnation"], str(found["generation"])] == writer
     [events] = job.events()
     [restored] = [event.data for event in events if event.kind == "state.restored"]
     assert (restored["step"], restored["source"]) == (step, "disk")

@@ -44,6 +44,7 @@ from elasticlib.checkpoint.snapshot_slots import (
     SnapshotHeader,
     encode_header,
 )
+from elasticlib.checkpoint.storage import CHECKSUM_BYTES
 from elasticlib.clock import monotonic
 from elasticlib.errors import CheckpointError, ConfigError
 from elasticlib.rendezvous.interface import RendezvousInfo, RendezvousStoreInfo, assign_ranks
@@ -52,7 +53,8 @@ from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.spec import Worker, WorkerGroup
 
 SECRET = b"the secret of the job"
-OLD = snapshot_header("s", 1, 3)
+CHECKSUM = bytes(CHECKSUM_BYTES)  # the end of a pack in the memory of the worker that wrote it
+OLD = snapshot_header("s", 1, 3 + CHECKSUM_BYTES)
 PROOF_BYTES = 32
 HELLO_BYTES = 8 + 4 + NONCE_BYTES
 
@@ -99,12 +101,12 @@ class Host:
         writer = Writer("run", "launch", self.info.generation)
         origin = {"writer": writer, "line": refs.begin(None, writer), "sequence": self.sequence}
         more |= {"sharded": more.get("parts", 1) > 1}
-        record = snapshot_header("s", step, len(pack), **origin, **more)
+        record = snapshot_header("s", step, len(pack + CHECKSUM), **origin, **more)
         record = attrs.evolve(record, folder=str(self.folder / "disk"))
         attempt_dir = self.attempt_dir(self.attempt)
         slots = self.slots.setdefault(record.part, snapshot_slots.SnapshotSlots(attempt_dir))
         with slots.open_for_writing(record) as view:
-            view[:] = pack
+            view[:] = pack + CHECKSUM
         snapshot_slots.wake_agent(attempt_dir)
 
     def found(self, owner: str = "") -> list[StateRef]:
@@ -116,9 +118,9 @@ class Host:
         return [one.step for one in self.found(owner)]
 
     def pack(self, one: StateRef) -> bytes | None:
-        """Return the bytes of a snapshot, or None while its writer has it locked."""
+        """Return the pack of a snapshot without its checksum, or None while it is locked."""
         with snapshot_slots.map_snapshot(self.folder, one) as view:
-            return None if view is None else bytes(view)
+            return None if view is None else bytes(view[:-CHECKSUM_BYTES])
 
     def has(self, owner: str, step: int) -> Callable[[], bool]:
         return lambda: step in self.steps(owner)
@@ -174,7 +176,7 @@ def stream_to(
 def send(stream: socket.socket, folder: Path, record: SnapshotHeader, pack: bytes) -> str:
     """Send a snapshot with these bytes, and return why it is not stored."""
     path = folder / "sent"
-    path.write_bytes(bytes(HEADER_BYTES) + pack)
+    path.write_bytes(bytes(HEADER_BYTES) + pack + CHECKSUM)
     with path.open("rb") as file:
         return send_snapshot(stream, file.fileno(), record)
 
@@ -343,7 +345,8 @@ def test_a_snapshot_that_is_truncated_while_it_is_sent_is_not_stored(hosts: list
     store = MemoryStore()
     infos = generation(1, 2, store)
     hosts[1].begin(infos[1])
-    record, path = snapshot_header("s", 1, 8 << 20), hosts[0].folder / "file"
+    record = snapshot_header("s", 1, (8 << 20) + CHECKSUM_BYTES)
+    path = hosts[0].folder / "file"
     path.write_bytes(bytes(HEADER_BYTES + (4 << 20)))
     cut = pytest.raises(CheckpointError, match=f"cut to {4 << 20} of {8 << 20} bytes")
     with stream_to(store, infos[0], 1) as stream, path.open("rb") as file, cut:
@@ -387,7 +390,7 @@ def test_a_sender_that_dies_while_it_sends_leaves_the_last_complete_replica(
     store = MemoryStore()
     sender, target = generation(1, 2, store)
     hosts[1].begin(target)
-    record = snapshot_header("s", 2, 10)
+    record = snapshot_header("s", 2, 10 + CHECKSUM_BYTES)
     with stream_to(store, sender, 1) as stream:
         assert send(stream, hosts[0].folder, OLD, b"old") == ""
         send_header(stream, record)

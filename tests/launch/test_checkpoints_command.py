@@ -95,7 +95,9 @@ def test_verify_exits_with_1_and_names_the_corrupt_checkpoint(
     rows = json.loads(capsys.readouterr().out)
     assert [row["step"] for row in rows if row["status"] == "corrupt"] == [9]
     assert main(["checkpoints", str(directory), "--verify"]) == 1
-    assert re.search(r"^9 .*corrupt: state.* must have the checksum", capsys.readouterr().out, re.M)
+    assert re.search(
+        r"^9 .*corrupt: state.*, which is not the checksum", capsys.readouterr().out, re.M
+    )
 
 
 def test_missing_directory_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
