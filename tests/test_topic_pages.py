@@ -139,6 +139,7 @@ FIXED_LIMITS = (
     "agent.elastic_agent.ROOT_CAUSE_TIMEOUT_S",
     "checkpoint.snapshot_service.FLUSH_TIMEOUT_S",
     "checkpoint.end_plan.Timeouts.total_s",
+    "checkpoint.end_plan.Timeouts.peers_s",
     "observe.journal.CLOSE_TIMEOUT_S",
     "stores.tcp_server.ServerLimits.handshake_timeout_s",
     "stores.tcp_server.ServerLimits.keepalive_timeout_s",

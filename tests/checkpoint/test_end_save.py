@@ -39,6 +39,10 @@ def state(step: int) -> dict[str, Any]:
     return {"weight": torch.full((100,), float(step))}
 
 
+def has_thread(name: str) -> bool:
+    return any(thread.name == name for thread in threading.enumerate())
+
+
 class Host:
     """A node whose workers have exited and left snapshots in the memory of its agent."""
 
@@ -63,6 +67,8 @@ class Host:
         with self.worker(rank) as manager:
             for step in steps:
                 assert manager.snapshot(step, state(step))
+        # The claim of the directory, for which no snapshot waits, must not come later in a test.
+        wait_until("the claim", lambda: not has_thread("elasticlib-save"))
         return self
 
     def save(self, info: RendezvousInfo | None = None, disk: DiskCalls | None = None) -> str:
@@ -505,10 +511,7 @@ def test_end_save_gives_up_on_a_disk_that_hangs(host: Host, checkpoints: Path) -
     assert problem.endswith("it was not written, and there was no progress for 1 s")
     assert CheckpointManager(checkpoints).steps() == []
     disk.is_released.set()
-    name = "agent-end-save"
-    wait_until(
-        "the end of the writing thread", lambda: all(t.name != name for t in threading.enumerate())
-    )
+    wait_until("the end of the writing thread", lambda: not has_thread("agent-end-save"))
 
 
 def test_end_save_ends_with_the_callers_reason(host: Host) -> None:
