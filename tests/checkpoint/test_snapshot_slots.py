@@ -1,4 +1,4 @@
-"""The pure rules of snapshot slots: headers, the choice of a slot, and which snapshots are freed."""
+"""The pure rules of snapshot slots: headers, the choice of a slot, and what is freed."""
 
 from __future__ import annotations
 
