@@ -32,7 +32,7 @@ from ..errors import CheckpointError, ConfigError, require_not_none
 from ..threads import CallRejectedError, SingleCall
 from ..workers.context import context
 from .catalog import CheckpointCatalog
-from .collectives import peer_group
+from .collectives import PeerGroup
 from .commit import Committer, Selection
 from .pack import LayoutCache, PackImage
 from .per_rank import MissingValue, RankValueEncoder, read_names
@@ -569,7 +569,7 @@ class CheckpointManager:
         self._remote_saves.clear()
 
     def on_state_broadcast(
-        self, step: int, state: dict[str, Any], source: int, *, keep: bool = True
+        self, step: int, state: dict[str, Any], source: int, peers: PeerGroup, *, keep: bool = True
     ) -> None:
         """Begin a branch with a state that a member of the process group has sent to the others.
 
@@ -579,6 +579,7 @@ class CheckpointManager:
             step: the step of the state.
             state: the state.
             source: the rank that sent it.
+            peers: the members.
             keep: whether the job keeps snapshots.
         """
         _, line = self._current_origin
@@ -591,8 +592,7 @@ class CheckpointManager:
             named = {ref.branch for ref in refs}
             line = tuple(b for b in line if b.id in named or b is line[-1])
         number = next(restore_numbers)
-        with peer_group(self._group) as peers:
-            rows = peers.all_gather_json([number, to_json(StateRef(line[-1].id, step, line=line))])
+        rows = peers.all_gather_json([number, to_json(StateRef(line[-1].id, step, line=line))])
         base = from_json(StateRef, rows[source][1])
         writer = attrs.evolve(self._rank_info.writer, number=rows[0][0])
         self._begin(writer, begin(base, writer))
