@@ -213,15 +213,15 @@ class StateWriter:
     def advance(self) -> Put | Commit | Done | None:
         """Do one step and return it. Return None if there is nothing to do for `poll_s`."""
         try:
-            match step := self._next_step():
-                case Done(problem) if problem and not self.is_leaving:
+            step = self._next_step()
+            if isinstance(step, Done) and step.problem and not self.is_leaving:
+                return None
+            if isinstance(step, Commit):
+                self._commit(step.held)
+            if isinstance(step, Put):
+                if not self._put(step.ref, step.name):
                     return None
-                case Put(ref, name) if not self._put(ref, name):
-                    return None
-                case Commit(held):
-                    self._commit(held)
-                case Put():
-                    self._failing_since = None
+                self._failing_since = None
             return step
         except FileDeletedError as error:
             log.info("%s: a part is written again: %s", self.folder, error)
