@@ -243,7 +243,7 @@ FORMAT_VERSIONS = (
     "workers.worker_channel.LAYOUT_VERSION",
     "checkpoint.catalog.MANIFEST_FORMAT",
     "checkpoint.safetensors_header.FORMAT",
-    "checkpoint.commit.FENCE_FORMAT",
+    "checkpoint.catalog.FENCE_FORMAT",
     "data.position.STATE_FORMAT",
     "logical.logical_workers.STATE_FORMAT",
     "observe.event.VERSION",
