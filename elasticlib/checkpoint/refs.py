@@ -221,8 +221,9 @@ def line_now(fence: Fence | None, refs: Iterable[StateRef], launch: str | None) 
     """Return the line that the job is on.
 
     The snapshots of this launch, and the fence if this launch has it, tell what the launch has
-    begun last. Before that, the fence is what the directory continues. If the fence is lost, the
-    checkpoint of the last claim is.
+    begun last. Before that, the fence is what the directory continues. If the fence is lost, or
+    nothing was saved in its line (as after a start that ended before its first save, and had
+    restored nothing), the checkpoint of the last claim is.
 
     Args:
         fence: the fence of the directory; None if it is lost, corrupt, or was never written.
@@ -231,13 +232,15 @@ def line_now(fence: Fence | None, refs: Iterable[StateRef], launch: str | None) 
     """
     refs = tuple(refs)
     lines = [(ref.writer.order, ref.line) for ref in refs if _is_snapshot_of(ref, launch)]
-    stored = fence.line if fence else _line_of_last_claim(refs)
+    last_claim = _line_of_last_claim(refs)
+    stored = fence.line if fence else last_claim
     if fence is not None and fence.writer.launch == launch:
         lines.append((fence.writer.order, fence.line))
     if not lines:
-        return stored
+        return stored if on_line(stored, refs) else last_claim
     _, line = max(lines, key=lambda row: (row[0], len(row[1]), row[1][-1:]))
-    return continue_line(line, stored)
+    line = continue_line(line, stored)
+    return line if on_line(line, refs) else last_claim
 
 
 def _is_snapshot_of(ref: StateRef, launch: str | None) -> bool:

@@ -181,7 +181,12 @@ def save_sharded(folder: Path) -> Any:
             states[f"{name} {form}"] = create_sharded(name, form, 2)
     memory = folder / f"memory{dist.get_rank()}" / "1"
     memory.mkdir(parents=True)
-    os.environ.update(ELASTICLIB_SNAPSHOTS=str(memory), ELASTICLIB_GENERATION="1", LOCAL_RANK="0")
+    os.environ.update(
+        ELASTICLIB_SNAPSHOTS=str(memory),
+        ELASTICLIB_GENERATION="1",
+        ELASTICLIB_INCARNATION="launch",
+        LOCAL_RANK="0",
+    )
     with CheckpointManager(folder / "checkpoints") as manager:
         manager.save(1, states).wait()
         assert manager.snapshot(2, states)
@@ -191,12 +196,13 @@ def save_sharded(folder: Path) -> Any:
 def restore_sharded(folder: Path, names: list[str], memories: list[str]) -> tuple[str, Any]:
     """Restore all sharded states from disk, or from the memory of this rank's node."""
     states = {name: create_sharded(*name.split(), 0) for name in names}
-    for variable in ("ELASTICLIB_SNAPSHOTS", "ELASTICLIB_GENERATION"):
+    for variable in ("ELASTICLIB_SNAPSHOTS", "ELASTICLIB_GENERATION", "ELASTICLIB_INCARNATION"):
         os.environ.pop(variable, None)
     if memories:
         memory = folder / memories[dist.get_rank()] / "2"
         memory.mkdir(parents=True)
         os.environ.update(ELASTICLIB_SNAPSHOTS=str(memory), ELASTICLIB_GENERATION="2")
+        os.environ["ELASTICLIB_INCARNATION"] = "launch"
     with CheckpointManager(folder / "checkpoints") as manager:
         source = manager.restore(states).source
     return source, {name: bits([*state.values()]) for name, state in states.items()}

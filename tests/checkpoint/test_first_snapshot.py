@@ -97,6 +97,7 @@ def test_restore_from_memory_prepares_the_next_snapshot(
         train(state, 1)
         assert manager.snapshot(1, state)
     (era := generation_memory.parent / "2").mkdir()
+    monkeypatch.setenv("ELASTICLIB_INCARNATION", "launch")
     monkeypatch.setenv("ELASTICLIB_SNAPSHOTS", str(era))
     monkeypatch.setenv("ELASTICLIB_GENERATION", "2")
     state = make()
@@ -150,7 +151,7 @@ def test_a_save_after_a_restore_is_copied_to_the_memory_that_was_prepared(
         assert not snapshot_slots.list_snapshots(generation_memory.parent)
         assert manager.snapshot(4, state)
         assert find_newest(generation_memory)[0] in before
-    assert len([*generation_memory.iterdir()]) == 1, "only the snapshot stays"
+    assert len([*generation_memory.glob("own.*")]) == 1, "only the snapshot stays"
 
 
 def test_a_manager_that_is_closed_or_dies_before_its_first_snapshot_leaves_no_memory(
@@ -159,13 +160,13 @@ def test_a_manager_that_is_closed_or_dies_before_its_first_snapshot_leaves_no_me
     state = save_trained_state(tmp_path / "disk")
     with CheckpointManager(tmp_path / "disk") as manager:
         manager.restore(state)
-    assert [*generation_memory.iterdir()] == []
+    assert [*generation_memory.glob("own.*")] == []
     # The next start of the workers removes the slot of a manager that was killed.
     left = CheckpointManager(tmp_path / "disk")
     left.restore(state)
-    wait_until("the slot for the next snapshot", lambda: [*generation_memory.iterdir()])
+    wait_until("the slot for the next snapshot", lambda: [*generation_memory.glob("own.*")])
     snapshot_slots.remove_incomplete(generation_memory.parent, 2)
-    assert [*generation_memory.iterdir()] == []
+    assert [*generation_memory.glob("own.*")] == []
     left.close()
 
 

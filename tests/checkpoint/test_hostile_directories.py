@@ -393,6 +393,7 @@ def test_a_directory_can_have_any_name(
     folder = tmp_path / os.fsdecode(name)
     save(folder, 1)
     with CheckpointManager(folder) as manager:
+        assert manager.restore(state(0)).step == 1
         assert manager.snapshot(2, state(2))
     (stored,) = list_snapshots(era.parent)
     header = read_snapshot_header(era.parent, stored)

@@ -129,6 +129,7 @@ def test_first_save_and_close_interrupted_at_any_line_leave_complete_checkpoints
         is_interrupted = interrupter.interrupt(partial(close_after_save, manager, 1))
         manager.close()
         with CheckpointManager(SlowDisk(folder)) as manager:
+            manager.restore(state_of(0))
             assert_next_save_works(manager, max(manager.steps(), default=2), 2)
     assert manager.steps() == [1, 2]
 

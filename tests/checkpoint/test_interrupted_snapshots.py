@@ -37,13 +37,14 @@ def state_of(step: int, size: int = 100) -> dict[str, Any]:
 
 def newest_step(agent_memory: Path) -> int:
     """Return the step of the newest snapshot, or 0, and check that it is the state of one call."""
-    counting = snapshot_slots.valid_snapshots(snapshot_slots.list_snapshots(agent_memory))
+    found = snapshot_slots.list_snapshots(agent_memory)
+    counting = sorted(found, key=lambda ref: (ref.step, ref.number), reverse=True)
     if not counting:
         return 0
     with snapshot_slots.map_snapshot(agent_memory, counting[0]) as view:
         assert view is not None
         state = unpack(view)
-    step = counting[0].header.step
+    step = counting[0].step
     assert state["n"] == step
     assert [tensor.unique().tolist() for tensor in state["w"]] == [[step]] * 3
     return step

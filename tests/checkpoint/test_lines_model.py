@@ -82,7 +82,7 @@ class History(RuleBasedStateMachine):
         self.manager.close()
         for name in self.environment:
             os.environ.pop(name, None)
-        shutil.rmtree(self.folder)
+        shutil.rmtree(self.folder, ignore_errors=True)  # A claim may still be on its way.
 
     # -- the job ------------------------------------------------------------------------------
 

@@ -120,7 +120,7 @@ def test_a_damaged_byte_of_a_remote_checkpoint_is_detected(url: str) -> None:
     save(url, 6, 1)
     with CheckpointManager(url, keep_last=2) as manager:
         manager.save(7, state(2))
-    (path,) = (name for name in UnreliableFileSystem.store if "0007/state" in name)
+    (path,) = (name for name in UnreliableFileSystem.store if "0007." in name and "/state" in name)
     data = UnreliableFileSystem.store[path].getvalue()
     UnreliableFileSystem().pipe_file(path, data[:-1] + b"\1")
     manager = CheckpointManager(url)

@@ -301,7 +301,7 @@ def test_each_snapshot_is_replicated_to_the_next_node_only(hosts: list[Host]) ->
         assert pack == large + bytes([int(previous)])
         assert not host.found(str((rank + 1) % 3))
         own = hosts[int(previous)].found()[0]
-        assert attrs.evolve(replica, tier=own.tier, place=own.place) == own
+        assert attrs.evolve(replica, tier=own.tier, place=own.place, copy=own.copy) == own
     for step in (6, 7, 8):
         hosts[0].snapshot(step)
     wait_until("the newest replica", hosts[1].has("0", 8))

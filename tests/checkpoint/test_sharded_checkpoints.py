@@ -30,8 +30,8 @@ def test_state_saved_at_two_ranks_is_loaded_at_two_and_at_one(ranks: Ranks, tmp_
     assert first == f"rank 1 could not save step 4: {second}"
     ranks.run(load_on_one_rank, 1, tmp_path)
     folder = tmp_path / "checkpoints"
-    steps = ["step-0000000002", "step-0000000003"]
-    assert [name for name in sorted(os.listdir(folder)) if name.startswith("step")] == steps
+    steps = sorted(name for name in os.listdir(folder) if name.startswith("step"))
+    assert [int(name[5:15]) for name in steps] == [2, 3]
     files = sorted(name.partition(".")[0] for name in os.listdir(folder / steps[1]))
     assert files == ["manifest", "part-00000", "part-00001"]
 

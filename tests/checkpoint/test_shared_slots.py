@@ -139,6 +139,7 @@ def full_memory(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Create agent memory of 200 KiB."""
     folder = small_disk / "1"
     folder.mkdir()
+    monkeypatch.setenv("ELASTICLIB_INCARNATION", "launch")
     monkeypatch.setenv("ELASTICLIB_SNAPSHOTS", str(folder))
     monkeypatch.setenv("ELASTICLIB_GENERATION", "1")
     return small_disk
@@ -180,6 +181,7 @@ def save_sharded(folder: Path, shape: tuple[int, ...]) -> tuple[int, int]:
     rank = dist.get_rank()
     memory = folder / f"memory{rank}" / "1"
     memory.mkdir(parents=True)
+    os.environ["ELASTICLIB_INCARNATION"] = "launch"
     os.environ["ELASTICLIB_SNAPSHOTS"] = str(memory)
     os.environ["ELASTICLIB_GENERATION"] = "1"
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])
