@@ -462,7 +462,7 @@ class StateSearch:
             CheckpointError: the fence cannot be read, and no snapshot tells the line either.
         """
         refs = [ref for refs in self._refs_by_rank for ref in refs]
-        self.line = line_now(fence, refs, self._launch)
+        self.line = line_now(fence, [*refs, *self._unusable], self._launch)
         launches = {ref.writer.launch for ref in refs if ref.tier != DISK}
         is_known = self._launch in launches or (self._launch is None and bool(launches))
         if problem and not is_known:
