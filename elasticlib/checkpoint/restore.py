@@ -436,7 +436,7 @@ class StateSearch:
                 all ranks.
         """
         row = self.group.run_on_all(self._list_rows, "could not list its states")
-        rows = self.group.all_gather_json([node, step, *row])
+        rows = self.group.all_gather_json([node, step, *row, self._launch])
         requests = ["the newest step" if row[1] is None else f"step {row[1]}" for row in rows]
         for rank, other in enumerate(requests):
             if other != requests[0]:
@@ -449,7 +449,8 @@ class StateSearch:
         self._refs_by_rank = [[ref for ref in refs if ref.is_usable] for refs in refs_by_rank]
         refs = [ref for refs in refs_by_rank for ref in refs]
         self._unusable = list({r.place: r for r in refs if not r.is_usable}.values())
-        _, _, _, fence, problem, pending, self.number = rows[0]
+        # Without a launcher of elasticlib, each rank has a launch of its own.
+        _, _, _, fence, problem, pending, self.number, self._launch = rows[0]
         self._pending = [from_json(StateRef, ref) for ref in pending]
         self._find_line(from_json(Fence, fence) if fence else None, problem)
         if step is not None:
