@@ -204,6 +204,7 @@ class StateWriter:
     _values: dict[str, set[str]] = attrs.field(factory=dict)  # digests of values, by folder
     _num_puts: Counter[StateRef] = attrs.field(factory=Counter)
     _problem: str = ""  # why this agent writes nothing more
+    _unreadable: tuple[StateRef, str] | None = None  # the newest such snapshot, and the reason
     _failing_since: float | None = None  # when the first of several errors was
     _storage: CheckpointStorage = attrs.field(init=False)
     _catalog: CheckpointCatalog = attrs.field(init=False)
@@ -268,9 +269,10 @@ class StateWriter:
     def _next_step(self) -> Put | Commit | Done | None:
         if self._states is None:
             self._begin()
-        if not self._states:
-            return Done()
         refs = self._catalog.list_refs(reread=False)
+        if not self._states:
+            lost, reason = self._unreadable or (None, "")
+            return Done("" if lost is None or is_saved(refs, self._line, lost) else reason)
         if self._was_superseded():
             step = self._states[0][0].step
             log.info("step %d is not written: a later generation continues the job", step)
@@ -330,6 +332,7 @@ class StateWriter:
                 self._shards[ref.place] = read_shards(meta) if ref.parts else []
         except CheckpointError as error:
             log.warning("the snapshot %s of step %d is skipped: %s", ref.place, ref.step, error)
+            self._unreadable = self._unreadable or (ref, f"it cannot be read: {error}")
             return False
         return True
 

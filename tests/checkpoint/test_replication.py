@@ -24,6 +24,7 @@ from managers import no_new_threads, snapshot_header
 
 from elasticlib import CheckpointManager, MemoryStore, Node, Script, Store, WorkerSpec
 from elasticlib.checkpoint import refs, snapshot_slots
+from elasticlib.checkpoint.pack import pack_state
 from elasticlib.checkpoint.refs import StateRef, Writer
 from elasticlib.checkpoint.replication import (
     CHUNK_BYTES,
@@ -710,6 +711,16 @@ def test_snapshots_are_written_to_the_disk_if_the_run_ends_early_and_not_after_s
 ) -> None:
     for keep, steps in ((False, []), (True, [4])):
         host = Host(tmp_path / str(keep))
-        host.begin(generation(1, 1, None)[0]).snapshot(4)
+        host.begin(generation(1, 1, None)[0]).snapshot(
+            4, bytes(pack_state({"n": 4}))[:-CHECKSUM_BYTES]
+        )
         assert host.service.close(flush=keep) == ""
         assert CheckpointManager(host.folder / "disk").steps() == steps
+
+
+def test_a_snapshot_that_cannot_be_read_at_the_end_is_reported(tmp_path: Path) -> None:
+    host = Host(tmp_path / "host")
+    host.begin(generation(1, 1, None)[0]).snapshot(4, b"no pack")
+    problem = host.service.close(flush=True)
+    assert "the snapshot of step 4 was not written to" in problem
+    assert "it cannot be read" in problem
