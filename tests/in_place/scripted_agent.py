@@ -36,8 +36,6 @@ EXTRA_STEPS = 15  # steps after the last action of a test; workers are fewer ste
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["training", "torch._dynamo", "torch.distributed.nn"])
 
-MAX_STEP_S = 300.0  # a step in which a model is compiled for the first time, on a slow machine
-
 
 class ScriptedAgent:
     """The agent of one node. A worker is identified by the order in which it was started."""
@@ -183,8 +181,7 @@ class ScriptedAgent:
             return self.channels[number].is_standby
 
         for number in numbers:
-            what = f"worker {number} has left its group"
-            wait_until(what, partial(condition, number), MAX_STEP_S)
+            wait_until(f"worker {number} has left its group", partial(condition, number))
 
     def wait_until_accepted(self, numbers: Sequence[int]) -> None:
         """Wait until these workers have accepted their assignments, so they form their group."""
