@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from ..clock import monotonic
 
-DEFAULT_TIMEOUT_S = 60.0  # long enough for several processes that import torch on a busy machine
+DEFAULT_TIMEOUT_S = 100.0  # Several processes import torch, perhaps on a slow and busy machine.
 POLL_INTERVAL_S = 0.005
 
 Result = TypeVar("Result")

@@ -63,6 +63,7 @@ def assert_next_snapshot_works(manager: CheckpointManager, agent_memory: Path, s
         pytest.param(True, id="larger each time", marks=pytest.mark.long),
     ],
 )
+@pytest.mark.timeout(400)  # The calls are traced line by line, and each line costs a call.
 def test_interrupted_at_any_line_a_snapshot_is_complete_or_the_one_before_stays(
     tmp_path: Path, agent_memory: Path, grows: bool
 ) -> None:

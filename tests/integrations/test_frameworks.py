@@ -31,7 +31,7 @@ RESIZED = (
     *(pytest.param(name, marks=pytest.mark.release) for name in ("accelerate", "torchdata")),
 )
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(480)
 
 
 @pytest.fixture(params=NAMES)

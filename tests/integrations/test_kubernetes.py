@@ -27,7 +27,7 @@ from traces import read_traces
 
 from elasticlib.testing.waiting import wait_until
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(480)
 
 SAMPLES = 2000  # 125 steps of at least 0.3 s, which is longer than the faults of each test
 DRAINED = 75

@@ -28,6 +28,9 @@ from elasticlib.testing.waiting import wait_until
 pytest.importorskip("ray", reason="Ray is not installed here: make test-integrations has it")
 from ray.cluster_utils import Cluster
 
+# Each test starts several Ray processes, and a busy machine takes a minute for that.
+pytestmark = pytest.mark.timeout(300)
+
 DRIVER = str(Path(__file__).with_name("ray_driver.py"))
 MARK = "ELASTICLIB_TEST_RAY"
 SMALL = {"object_store_memory": 78 * 1024 * 1024}

@@ -21,7 +21,7 @@ from elasticlib.launch.schedulers import expand_nodelist
 from elasticlib.testing.waiting import wait_until
 
 __all__ = ["module_slurm", "slurm"]
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(480)
 
 SCRIPTS = {
     re.findall(r"--job-name=(\S+)", code)[0]: code
