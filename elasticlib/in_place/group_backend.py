@@ -17,7 +17,7 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import attrs
@@ -31,8 +31,10 @@ from ..clock import monotonic, to_timedelta
 CONNECT_TIMEOUT_S = 5.0
 
 # When a generation ends, its members leave the group one by one, and the rest wait for one another.
-# Sockets are shut down once no bytes pass through them, or after this long.
+# Sockets stop receiving once no bytes pass through them, or after this long.
 DRAIN_TIMEOUT_S = 0.1
+
+DISCARD_BYTES = 1 << 16  # read at once from a connection whose data nobody needs
 
 MAX_GROUPS_PER_GENERATION = 1 << 16  # more than a script creates with new_group
 
@@ -120,9 +122,8 @@ class TorchReconfigurableBackend(GroupBackend):
     """The group of gloo or nccl2, whose members torch 2.14 and newer can replace.
 
     torch ends a gloo collective at once if a peer has died, but it cannot end one whose peer is
-    alive and busy with something else. `abort` therefore shuts down the sockets that the group has
-    opened. It first waits until no more bytes pass through them, because a peer can hang in gloo
-    if a closed connection cuts a message in two.
+    alive and busy with something else. `abort` therefore ends the sockets that the group has
+    opened, see `_GroupSockets`. It first waits until no more bytes pass through them.
     """
 
     SUPPORTED = frozenset({"gloo", "nccl2"})
@@ -174,7 +175,7 @@ class TorchReconfigurableBackend(GroupBackend):
             is_idle = transferred == self._transferred
             self._transferred = transferred
             if is_idle or now - self._abort_started > DRAIN_TIMEOUT_S:
-                self._sockets.shut_down()
+                self._sockets.stop_receiving()
                 if self._nccl is not None:
                     with contextlib.suppress(RuntimeError):
                         self._nccl.abort()
@@ -211,14 +212,27 @@ class _GroupSockets:
     """The sockets that were opened while a group was connected, identified by their inodes.
 
     Inodes of open sockets are unique, while a file descriptor can be reused for another file.
+
+    A gloo send never returns if its connection breaks while gloo is writing it: `Pair::write`
+    keeps it in a queue after EPIPE or ECONNRESET, and `Pair::signalException` does not tell the
+    owners of that queue (gloo/transport/tcp/pair.cc, found in gloo of April 2026). So a group is
+    left without breaking a connection: this end only stops receiving, which gloo sees as the end
+    of the connection after it has handled what had arrived. The connection itself stays open, and
+    what the peer still sends is read and discarded here, until this worker joins another group.
     """
 
     def __init__(self) -> None:
         self._existing: frozenset[int] = frozenset()  # inodes before the group was connected
         self._opened: frozenset[int] | None = frozenset()  # inodes; None while recording
+        # Duplicates of the sockets that have stopped receiving, by inode. They keep the
+        # connections open after gloo has closed its own descriptors.
+        self._kept: dict[int, socket.socket] = {}
 
     def start_recording(self) -> None:
-        """Forget the sockets of the last group, and record sockets that are opened from now on."""
+        """Close the sockets of the last group, and record sockets that are opened from now on."""
+        for connection in self._kept.values():
+            connection.close()
+        self._kept = {}
         self._existing, self._opened = frozenset(_socket_descriptors_by_inode()), None
 
     def stop_recording(self) -> None:
@@ -232,18 +246,27 @@ class _GroupSockets:
             for inode, descriptor in self._descriptors().items()
         }
 
-    def shut_down(self) -> None:
-        """Shut down the connections of the group in both directions. Descriptors stay open."""
-        for inode, descriptor in self._descriptors().items():
-            with (
-                contextlib.suppress(OSError),
-                _duplicate_connection(descriptor, inode) as connection,
-            ):
-                if connection is not None:
-                    connection.shutdown(socket.SHUT_RDWR)
+    def stop_receiving(self) -> None:
+        """Let gloo see the end of each connection, and discard what arrives afterwards."""
+        descriptors = self._descriptors()
+        for inode, descriptor in descriptors.items():
+            if inode not in self._kept:
+                with contextlib.suppress(OSError):
+                    self._stop_receiving(inode, descriptor)
+        for inode, connection in self._kept.items():
+            if inode not in descriptors:  # gloo has closed its descriptor
+                with contextlib.suppress(OSError):
+                    _discard_received(connection)
+
+    def _stop_receiving(self, inode: int, descriptor: int) -> None:
+        with _duplicate_connection(descriptor, inode) as connection:
+            if connection is not None:
+                connection.shutdown(socket.SHUT_RD)
+                self._kept[inode] = connection.dup()
 
     def _descriptors(self) -> dict[int, int]:
-        sockets = _socket_descriptors_by_inode()
+        kept = {connection.fileno() for connection in self._kept.values()}
+        sockets = _socket_descriptors_by_inode(kept)
         if self._opened is None:
             inodes = sockets.keys() - self._existing
         else:
@@ -251,11 +274,18 @@ class _GroupSockets:
         return {inode: sockets[inode] for inode in inodes}
 
 
-def _socket_descriptors_by_inode() -> dict[int, int]:
-    """Map the inode of each socket of this process to its file descriptor."""
+def _discard_received(connection: socket.socket) -> None:
+    """Read all that has arrived, without blocking."""
+    buffer = bytearray(DISCARD_BYTES)
+    while connection.recv_into(buffer, flags=socket.MSG_DONTWAIT):
+        pass
+
+
+def _socket_descriptors_by_inode(excluded: Collection[int] = ()) -> dict[int, int]:
+    """Map the inode of each socket of this process to its file descriptor, if not `excluded`."""
     sockets = {}
     for name in os.listdir("/proc/self/fd"):
-        inode = _socket_inode(int(name))
+        inode = None if int(name) in excluded else _socket_inode(int(name))
         if inode is not None:
             sockets[inode] = int(name)
     return sockets
