@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any, TypeVar, cast
@@ -232,16 +232,29 @@ class CallRejectedError(RuntimeError):
     """Another call is still running."""
 
 
+class _Claim:
+    """One call of `SingleCall.run`."""
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.number: int | None = None  # None: it is not known that the claim was successful
+        self.is_over = False
+
+
 class SingleCall:
     """Runs one call at a time, and rejects calls from signal handlers and from other threads.
 
     There is no lock that an exception of a signal handler could leave locked. A call claims the
-    first free number in one atomic operation. A claim whose call no thread executes any more is
-    that of a call which was interrupted before it could remove it, and its number is given up.
+    first free number in one atomic operation, and frees it in another one. If an exception comes
+    between the claim and the note that it was successful, the number is given up: Python calls
+    signal handlers after the call of a function and at a jump backward, and there is none between
+    the other steps. A debugger or a profiler can raise one elsewhere; the thread itself then finds
+    that its stack does not execute the call. The stack of another thread is not looked at: Python
+    may end the process if `f_locals` of a frame is read while the frame is executed.
     """
 
     def __init__(self) -> None:
-        self._claims: dict[int, object | None] = {}  # None: the number is given up
+        self._claims: dict[int, _Claim | None] = {}  # None: the number is given up
 
     def run(self, func: Callable[[], Result]) -> Result:
         """Call `func`, and return its result.
@@ -249,47 +262,55 @@ class SingleCall:
         Raises:
             CallRejectedError: another call is running, in this thread or another one.
         """
-        claim = object()  # `_is_executing` looks for this variable.
-        number = self._claim(claim)
+        claim = _Claim()  # `_is_executing` looks for this variable.
         try:
+            self._claim(claim)
             return func()
         finally:
-            self._claims.pop(number, None)
+            if claim.number is None:
+                claim.is_over = True
+            else:
+                self._claims.pop(claim.number, None)
 
-    def _claim(self, claim: object) -> int:
+    def _claim(self, claim: _Claim) -> None:
         number = 0
         while (holder := self._claims.setdefault(number, claim)) is not claim:
             if holder is None:
                 number += 1
-            elif _is_executing(holder, sys._current_frames().values()):
+            elif _is_running(holder):
                 raise CallRejectedError("another call is running")
             elif self._claims.get(number) is holder:  # otherwise the call has just ended
                 self._claims[number] = None
-        return number
+        claim.number = number
 
     @property
     def is_running(self) -> bool:
         """True while a call runs."""
-        return bool(self._claims) and self._is_running_in(sys._current_frames().values())
+        return any(claim is not None and _is_running(claim) for claim in [*self._claims.values()])
 
     @property
     def is_interrupted(self) -> bool:
         """True if a call runs in the calling thread, which is then in a signal handler."""
-        return bool(self._claims) and self._is_running_in([sys._getframe()])
+        return any(
+            claim is not None and claim.thread == threading.get_ident() and _is_running(claim)
+            for claim in [*self._claims.values()]
+        )
 
-    def _is_running_in(self, frames: Iterable[FrameType]) -> bool:
-        claims = [claim for claim in list(self._claims.values()) if claim is not None]
-        return any(_is_executing(claim, frames) for claim in claims)
+
+def _is_running(claim: _Claim) -> bool:
+    """Return whether a call has not ended. A fork has no threads of its parent but one."""
+    if claim.thread == threading.get_ident():
+        return _is_executing(claim)
+    return not claim.is_over and claim.thread in sys._current_frames()
 
 
-def _is_executing(claim: object, frames: Iterable[FrameType]) -> bool:
-    """Return whether `SingleCall.run` executes the call of a claim in one of these stacks."""
-    for innermost in frames:
-        frame: FrameType | None = innermost
-        while frame is not None:
-            if frame.f_code is SingleCall.run.__code__ and frame.f_locals.get("claim") is claim:
-                return True
-            frame = frame.f_back
+def _is_executing(claim: _Claim) -> bool:
+    """Return whether `SingleCall.run` executes the call of a claim in the calling thread."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is SingleCall.run.__code__ and frame.f_locals.get("claim") is claim:
+            return True
+        frame = frame.f_back
     return False
 
 

@@ -119,6 +119,7 @@ def test_an_error_of_any_operation_leaves_the_old_or_the_new_state(url: str) -> 
 def test_a_damaged_byte_of_a_remote_checkpoint_is_detected(url: str) -> None:
     save(url, 6, 1)
     with CheckpointManager(url, keep_last=2) as manager:
+        manager.restore(state(0))
         manager.save(7, state(2))
     (path,) = (name for name in UnreliableFileSystem.store if "0007." in name and "/state" in name)
     data = UnreliableFileSystem.store[path].getvalue()

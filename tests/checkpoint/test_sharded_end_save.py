@@ -92,7 +92,7 @@ class Job:
 @pytest.fixture
 def job(tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> Job:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
-    monkeypatch.setenv("ELASTICLIB_INCARNATION", "first")
+    monkeypatch.setenv("ELASTICLIB_INCARNATION", "launch")
     monkeypatch.setenv("ELASTICLIB_GENERATION", "3")
     return Job(tmp_path, ranks)
 
