@@ -257,10 +257,12 @@ class Committer:
             manifest = Manifest(
                 step=named.step,
                 branch=named.branch,
-                line=state.line if state else self.line,
+                # A restore may have begun another branch since this save began, so it is the fence
+                # that tells the line of the folder's branch.
+                line=state.line if state else fence.line,
                 files=files,
                 parts=parts,
-                writer=state.writer if state else self.writer,
+                writer=state.writer if state else fence.writer,
                 epoch=fence.epoch,
                 saved_at=state.saved_at if state else wall(),
                 world_size=world_size,

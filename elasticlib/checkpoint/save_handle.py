@@ -267,12 +267,12 @@ class LocalSave(SaveHandle):
         for pause_s in poll_intervals():
             if is_done() or (deadline is not None and now >= deadline):
                 break
-            if self._writer.is_interrupted:
-                raise CheckpointError(
-                    f"step {self.step} is being written by the call that this signal handler has "
-                    "interrupted, so it cannot wait for it: return from the handler first"
-                )
             if now >= next_start:
+                if self._writer.is_interrupted:
+                    raise CheckpointError(
+                        f"step {self.step} is being written by the call that this signal handler "
+                        "has interrupted, so it cannot wait for it: return from the handler first"
+                    )
                 next_start = now + RESTART_INTERVAL_S
                 if not self._writer.start():
                     continue
