@@ -76,7 +76,7 @@ def _check_checkpoints(job: SoakJob) -> list[str]:
         expected = f"{KEEP_LAST} checkpoints up to step {job.steps}"
         violations.append(f"there must be {expected}, got {steps}")
     violations += [f"checkpoint {step}: {error}" for step, error in manager.verify().items()]
-    known = {".lock", "fence.json"} | {f"step-{step:010d}" for step in steps}
+    known = {".lock", "fence.json"} | {ref.place for ref in job.list_checkpoints()}
     unknown = [path.name for path in job.checkpoints.iterdir() if path.name not in known]
     return violations + [f"leftover file among the checkpoints: {name}" for name in unknown]
 
