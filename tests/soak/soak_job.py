@@ -205,8 +205,9 @@ class SoakJob:
 
     def newest_checkpoint_file(self) -> Path:
         """Return the largest file of the newest checkpoint."""
-        manifests = sorted(self.checkpoints.glob("step-*/manifest.json"))
-        files = manifests[-1].parent.glob("*.safetensors")
+        catalog = CheckpointCatalog(open_storage(self.checkpoints))
+        newest = next(ref for ref in catalog.live_refs() if ref.is_usable)
+        files = (self.checkpoints / newest.place).glob("*.safetensors")
         return max(files, key=lambda path: path.stat().st_size)
 
     # -- nodes and processes --------------------------------------------------------------------
