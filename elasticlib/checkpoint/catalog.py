@@ -606,7 +606,9 @@ class CheckpointCatalog:
         key = at_step(refs, self.line(refs), step)
         if key is None:
             raise FileNotFoundError(f"there is no checkpoint of step {step} in {self.storage.name}")
-        return max((ref for ref in refs if ref.state == key), key=lambda ref: ref.number)
+        # A step can have been saved several times. A name means one of the folders.
+        meant = (ref for ref in refs if ref.state == key and step in (ref.step, ref.place))
+        return max(meant, key=lambda ref: ref.number)
 
     def load(
         self, step: int | str | None, *, like: object = None, map_location: MapLocation = "cpu"

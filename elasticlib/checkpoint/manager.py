@@ -790,8 +790,9 @@ class CheckpointManager:
         Raises:
             FileNotFoundError: no rank has `step`; the message names the steps that this rank has.
             StateMismatchError: the saved state does not fit.
-            CheckpointError: a state could not be read or loaded, `step` is damaged, or a newer
-                generation or launch has the directory. An error on one rank is raised on all.
+            CheckpointCorruptError: see `if_unusable`.
+            CheckpointError: a state could not be read or loaded, or `step` is damaged. An error on
+                one rank is raised on all.
         """
         self._check_open()
         if step is not None and not isinstance(step, str):

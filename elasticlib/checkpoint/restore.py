@@ -392,9 +392,12 @@ def _preference(line: Line, copies: Sequence[tuple[int, StateRef]]) -> tuple[obj
     return (-index, -step, first.tier == DISK, -number, -num_holders, copy_key(first))
 
 
-def _speed(ref: StateRef) -> tuple[int, str]:
-    """Return a sort key of a copy of a state. The copy that is read fastest has the smallest."""
-    return [MEMORY, REPLICA, DISK].index(ref.tier), ref.place
+def _speed(ref: StateRef) -> tuple[int, int, str]:
+    """Return a sort key of a copy of a state. The copy that is read fastest has the smallest.
+
+    Of equally fast ones, it is that of the last save of the step.
+    """
+    return [MEMORY, REPLICA, DISK].index(ref.tier), -ref.number, ref.place
 
 
 class StateSearch:
@@ -422,6 +425,7 @@ class StateSearch:
         self._unusable: list[StateRef] = []  # of all ranks
         self._pending: list[StateRef] = []  # what agents still write, as rank 0 sees it
         self._named: StateKey | None = None  # the state that a given step means
+        self._folder = ""  # the folder that was given instead of a step
         self._reasons: dict[str, None] = {}  # why states or copies were excluded, in order
 
     def begin(self, node: str, step: int | str | None) -> None:
@@ -455,6 +459,12 @@ class StateSearch:
         self._find_line(from_json(Fence, fence) if fence else None, problem)
         if step is not None:
             self._named = at_step(refs, self.line, step)
+        if isinstance(step, str):
+            # The state can also be in memory, or in another folder, if its step was saved again.
+            self._folder, ranks = step, enumerate(self._refs_by_rank)
+            self._excluded = {
+                (rank, ref) for rank, refs in ranks for ref in refs if ref.place != step
+            }
 
     def _find_line(self, fence: Fence | None, problem: str) -> None:
         """Find the line that the job is on.
@@ -539,8 +549,13 @@ class StateSearch:
         """Return the states that cannot be read and would be restored, newest first."""
         refs = [ref for ref in self._unusable if ref.integrity is Integrity.UNREADABLE]
         if self._named is not None:
-            return [ref for ref in refs if ref.state[:3] == self._named[:3]]
+            return [ref for ref in refs if self._is_named(ref)]
         return on_line(self.line, refs)
+
+    def _is_named(self, ref: StateRef) -> bool:
+        # The number of parts of a damaged state is not known.
+        is_same = self._named is not None and ref.state[:3] == self._named[:3]
+        return is_same and self._folder in ("", ref.place)
 
     def _is_newer(self, ref: StateRef, other: StateRef) -> bool:
         if self._named is not None:
@@ -645,8 +660,8 @@ class StateSearch:
         """Return why states newer than `base`, or some copies of `base` itself, were not used."""
         corrupt = [ref for ref in self._unusable if ref.integrity is Integrity.CORRUPT]
         at = position(self.line, base) if base else None
-        if (named := self._named) is not None:
-            newer = [ref for ref in corrupt if ref.state[:3] == named[:3]]
+        if self._named is not None:
+            newer = [ref for ref in corrupt if self._is_named(ref)]
         else:
             live = on_line(self.line, corrupt)
             newer = [r for r in live if at is None or (position(self.line, r) or at) >= at]
