@@ -236,7 +236,7 @@ class _Claim:
     """One call of `SingleCall.run`."""
 
     def __init__(self) -> None:
-        self.thread = threading.get_ident()
+        self.process, self.thread = os.getpid(), threading.get_ident()
         self.number: int | None = None  # None: it is not known that the claim was successful
         self.is_over = False
 
@@ -249,8 +249,9 @@ class SingleCall:
     between the claim and the note that it was successful, the number is given up: Python calls
     signal handlers after the call of a function and at a jump backward, and there is none between
     the other steps. A debugger or a profiler can raise one elsewhere; the thread itself then finds
-    that its stack does not execute the call. The stack of another thread is not looked at: Python
-    may end the process if `f_locals` of a frame is read while the frame is executed.
+    that its stack does not execute the call. The stacks of other threads are not looked at: Python
+    may end the process if `f_locals` of a frame is read while the frame is executed, and
+    `sys._current_frames` can block all threads if garbage is collected in it (CPython 3.11).
     """
 
     def __init__(self) -> None:
@@ -298,10 +299,10 @@ class SingleCall:
 
 
 def _is_running(claim: _Claim) -> bool:
-    """Return whether a call has not ended. A fork has no threads of its parent but one."""
+    """Return whether a call has not ended. A fork has one thread of its parent only."""
     if claim.thread == threading.get_ident():
         return _is_executing(claim)
-    return not claim.is_over and claim.thread in sys._current_frames()
+    return not claim.is_over and claim.process == os.getpid()
 
 
 def _is_executing(claim: _Claim) -> bool:
