@@ -494,7 +494,11 @@ class StateSearch:
             fence = next(filter(None, (source.read_fence() for source in self._sources)), None)
         except OSError as error:
             problem = str(error)
-        newest = sorted(self._source_of, key=lambda ref: -ref.step)
+        # The states of the line are listed before those that the job has abandoned.
+        line = line_now(fence, self._source_of, self._launch)
+        live = on_line(line, self._source_of)
+        abandoned = self._source_of.keys() - set(live)
+        newest = [*live, *sorted(abandoned, key=lambda ref: -ref.step)]
         usable = [ref for ref in newest if ref.is_usable][:_MAX_LISTED_STATES]
         # An unreadable step is always listed, because no older state may be used instead.
         unusable = [ref for ref in newest if not ref.is_usable]

@@ -250,3 +250,18 @@ def test_a_rollback_is_continued_from_memory(tmp_path: Path) -> None:
         manager.snapshot(501, state_of(501))
     with CheckpointManager(folder) as manager:
         assert restored(manager) == 501
+
+
+def test_many_damaged_abandoned_states_hide_no_damage_of_the_line(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, keep_last=99) as manager:
+        save(manager, [500, *range(1000, 1020)])
+        assert restored(manager, 500) == 500
+        save(manager, [510, 520])
+    for manifest in tmp_path.glob("step-*/manifest.json"):
+        if "step-0000000500" not in str(manifest) and "step-0000000510" not in str(manifest):
+            manifest.write_bytes(b"damaged")
+    with CheckpointManager(tmp_path) as manager:
+        state = state_of(-1)
+        result = manager.restore(state)
+        assert (result.step, state["step"]) == (510, 510)
+        assert any("step-0000000520" in reason for reason in result.skipped), result.skipped
