@@ -2,11 +2,13 @@
 
 The fence file of a checkpoint directory names the writer that may commit, and its line (see
 `refs`). A later generation of a launch takes the fence from an earlier one, and a new launch takes
-it from the launch before. To take the fence and to begin a branch are one write.
+it from the launch before. `claim` takes the fence and begins a branch in one write. Only
+`take_over` (`CheckpointManager.claim`) takes the fence and begins no branch: it keeps the line of
+the fence.
 
 The order of a commit makes it atomic: a new folder; the data files, each synced with the folder;
 the lock; the check of the fence; the manifest, by a rename. A folder without a manifest is no
-checkpoint. The next writer that takes the fence deletes it.
+checkpoint. The next `claim` that takes the fence deletes it.
 
 Old checkpoints are chosen from a listing that is made under the lock of a commit, and deleted after
 the lock was released: first the manifest, then the data. So each checkpoint is complete or absent

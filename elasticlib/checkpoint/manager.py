@@ -137,8 +137,8 @@ class CheckpointManager:
     keeps the newest checkpoints by default, and pins decide which checkpoints stay.
 
     The first save or snapshot after a restore begins a branch: the states that were saved after the
-    restored one are abandoned. They are restored only if their step is given, and are deleted when
-    as many newer checkpoints exist as the rule keeps.
+    restored one are abandoned. They are restored only if their step is given. They are deleted when
+    as many checkpoints were saved after the restore as `Retention.last` of the rule says.
 
     Calls from several threads need a lock of the caller. The manager belongs to the process that
     created it: in a forked process, `wait` and `close` do nothing, and `save` raises.
@@ -763,8 +763,9 @@ class CheckpointManager:
 
         All ranks call it. Snapshots and checkpoints of all nodes count: a state that only one node
         has is sent to the others in chunks. All ranks skip a state that is damaged, and the result
-        gives the reason. The call writes nothing: what is saved or snapshotted next continues the
-        restored state, and abandons the states after it.
+        gives the reason. The call writes nothing into the directory; if the newest state came from
+        another node's memory, this node keeps a snapshot of it. What is saved or snapshotted next
+        continues the restored state, and abandons the states after it.
 
         Args:
             state: a dict of names to objects with `state_dict` and `load_state_dict`, containers
@@ -776,9 +777,10 @@ class CheckpointManager:
                 several of the step.
             strict: whether it is an error if only the state, or only the checkpoint, has a name.
                 If false, such names are ignored.
-            if_unusable: what to do if there are checkpoints, all of them are damaged, and `step` is
-                not given. "raise" raises CheckpointCorruptError, so that no training starts from
-                the beginning unnoticed and replaces them. "start_over" restores nothing.
+            if_unusable: what to do if there are checkpoints, all that the job has not abandoned are
+                damaged, there is no snapshot, and `step` is not given. "raise" raises
+                CheckpointCorruptError, so that no training starts from the beginning unnoticed and
+                replaces them. "start_over" restores nothing.
             allow_cast: convert tensors of floating types that were saved with another floating type
                 than those of `state`, such as float32 to bfloat16. Otherwise another dtype is an
                 error. Other types are never converted.

@@ -1,13 +1,14 @@
 """Which saved state is the newest, and which may be deleted: values and pure functions.
 
-**Lines.** What one writer saves after one restore is a *branch*. A branch begins at the first save
-or snapshot after a restore, and its *line* is what it continues: the branches that led to it, each
-with its last step that belongs to the line. So after a rollback to step 500, the steps after 500 of
-the earlier branch are off the line. They are *abandoned*: they are restored only if they are named,
-and they never count as newer than the steps that are trained now.
+**Lines.** What one writer saves after one restore, or after one regroup in place, is a *branch*. A
+branch begins at the first save or snapshot after it, and its *line* is what it continues: the
+branches that led to it, each with its last step that belongs to the line. So after a rollback to
+step 500, the steps after 500 of the earlier branch are off the line. They are *abandoned*: they are
+restored only if they are named, and they never count as newer than the steps that are trained now.
 
-The line is written whole into each snapshot, each checkpoint and the fence of the directory: "what
-I restored, and me". The last branch of a line, its head, is the only one that is being written.
+The line is written into each checkpoint and the fence of the directory: "what I restored, and me".
+A snapshot has its newest `MAX_BRANCHES_IN_HEADER` branches, which `continue_line` continues from
+the fence. The last branch of a line, its head, is the only one that is being written.
 
 **Order.** `position` alone decides which of two states of a line is newer: the place of the branch
 in the line, then the step. Nothing else compares steps.
@@ -30,7 +31,9 @@ from ..errors import CheckpointError, ConfigError
 
 MAX_STEP = 2**63 - 1
 MAX_REVOKED_LAUNCHES = 64  # The fence stays small, and older launches no longer run.
-MAX_BRANCHES_IN_HEADER = 32  # of the line in a snapshot; the fence has all branches
+# The newest branches of a line, which are in each snapshot. The fence has them, too, and those of
+# the older branches that have a state.
+MAX_BRANCHES_IN_HEADER = 32
 
 MEMORY, REPLICA, DISK = "memory", "replica", "disk"  # tiers
 
@@ -42,7 +45,7 @@ _FOLDER_NAME = re.compile(r"step-([0-9]{10,19})\.([0-9a-f]{8})\.([0-9]{1,18}|end
 
 @attrs.frozen
 class Branch:
-    """What one writer saves after one restore."""
+    """What one writer saves after one restore, or after one regroup in place."""
 
     id: str  # 8 hexadecimal digits
     until: int | None = None  # the last step of it that belongs to the line; None for the head
@@ -59,7 +62,9 @@ class Writer:
     run: str = ""  # the job's id
     incarnation: str = ""  # distinguishes two launches of a job, whose generations count from 1
     generation: int = 0
-    number: int = 0  # of the restore in rank 0 that the branch follows; 0 if there was none
+    # Of the restore, or of the regroup in place, in rank 0 that the branch follows; 0 if there was
+    # none.
+    number: int = 0
     is_launched: bool = False  # by an agent of elasticlib
     label: str = ""  # names the process, for messages
 

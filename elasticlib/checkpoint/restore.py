@@ -747,7 +747,7 @@ def restore_from(
         per_rank: the names that are saved by rank, see `CheckpointManager`.
 
     Returns:
-        The agreement. Its `kind` is empty if there was nothing to restore.
+        The agreement. Its `base` is None if there was nothing to restore.
 
     Raises:
         ConfigError: `group` or `if_unusable` is not valid.

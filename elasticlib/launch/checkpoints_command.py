@@ -32,8 +32,8 @@ def add_checkpoints(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `elasticlib checkpoints`."""
     parser.description = (
         "List the checkpoints that a CheckpointManager has saved in a directory or below an fsspec "
-        "URL. Their manifests and the sizes of their files are checked. A state is abandoned if "
-        "the job went back to a step before it."
+        "URL. Their manifests and the sizes of their files are checked. A state is abandoned "
+        "once the job has gone back to a step before it and has saved something since then."
     )
     parser.add_argument("dir", metavar="DIR", help="a directory or an fsspec URL")
     parser.add_argument(
