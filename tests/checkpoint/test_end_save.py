@@ -67,8 +67,9 @@ class Host:
         with self.worker(rank) as manager:
             for step in steps:
                 assert manager.snapshot(step, state(step))
-        # The claim of the directory, for which no snapshot waits, must not come later in a test.
-        wait_until("the claim", lambda: not has_thread("elasticlib-save"))
+            # The claim, for which no snapshot waits, must not come later in a test.
+            writer = manager._writer
+            wait_until("the claim", lambda: not (writer._claims or writer._work.is_running))
         return self
 
     def save(self, info: RendezvousInfo | None = None, disk: DiskCalls | None = None) -> str:

@@ -251,7 +251,7 @@ def save_each(folder: Path, *states: object) -> list[bytes]:
         for step, state in enumerate(states, 1):
             manager.save(step, state).wait()
             assert describe(manager.load(step)) == describe(state)
-            (path,) = folder.glob(f"step-*{step}.*/*.safetensors")
+            (path,) = folder.glob(f"step-{step:010d}.*/*.safetensors")
             data = path.read_bytes()
             headers.append(data[: 8 + int.from_bytes(data[:8], "little")])
     return headers
