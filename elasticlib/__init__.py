@@ -25,6 +25,7 @@ _EXPORTS = {
     "checkpoint.manager": ("CheckpointManager",),
     "checkpoint.save_handle": ("SaveHandle",),
     "checkpoint.restore": ("RestoreResult",),
+    "checkpoint.refs": ("KeepBest", "KeepEvery", "KeepLast", "any_of"),
     "checkpoint.single_file": ("save_checkpoint", "load_checkpoint", "latest_checkpoint"),
     "in_place.process_group": ("init_process_group",),
     "in_place.step_loop": ("steps", "StepLoop", "StepAttempt"),
@@ -76,6 +77,10 @@ if TYPE_CHECKING:
     from .agent.options import AgentOptions as AgentOptions
     from .agent.stop_procedure import StopTimeouts as StopTimeouts
     from .checkpoint.manager import CheckpointManager as CheckpointManager
+    from .checkpoint.refs import KeepBest as KeepBest
+    from .checkpoint.refs import KeepEvery as KeepEvery
+    from .checkpoint.refs import KeepLast as KeepLast
+    from .checkpoint.refs import any_of as any_of
     from .checkpoint.restore import RestoreResult as RestoreResult
     from .checkpoint.save_handle import SaveHandle as SaveHandle
     from .checkpoint.single_file import latest_checkpoint as latest_checkpoint

@@ -91,7 +91,7 @@ class CheckpointUnreadableError(CheckpointError):
 
 
 class CheckpointFencedError(CheckpointError):
-    """A newer generation or launch writes to the checkpoint directory. This process must end."""
+    """Another generation, launch or process writes to the checkpoint directory."""
 
 
 class RunNotFoundError(ElasticError, LookupError):

@@ -2,7 +2,7 @@
 
 The owner of a thread waits for its results, and would wait forever after an unreported exception.
 
-`Latch` and `ExclusiveCall` replace `threading.Event` and `threading.Lock` in calls that a signal
+`Latch` and `SingleCall` replace `threading.Event` and `threading.Lock` in calls that a signal
 handler may interrupt with an exception, such as KeyboardInterrupt, at any line.
 """
 
@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import inspect
 import logging
 import os
+import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Generator
-from typing import Any, TypeVar
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from types import FrameType
+from typing import Any, TypeVar, cast
 
 from .clock import monotonic
 
@@ -65,6 +67,47 @@ def start_thread(thread: threading.Thread) -> None:
             f"{error}; threads count as processes (ulimit -u, pids.max of the cgroup): raise that "
             "limit"
         ) from error
+
+
+def run_with_limit(action: Callable[[], Result], limit_s: float, name: str) -> Result:
+    """Return the result of `action`, which a thread of its own executes.
+
+    Where no thread can be started, the calling thread executes it, without a limit.
+
+    Args:
+        action: The function. If it takes longer than `limit_s`, it goes on in its thread, and its
+            result is dropped.
+        limit_s: How many seconds it may take.
+        name: The name of the thread.
+
+    Raises:
+        TimeoutError: `action` has not ended within `limit_s` seconds.
+        BaseException: The exception of `action`.
+    """
+    # The caller takes the exception out of the queue, so that it does not refer to itself through
+    # the frames of its traceback, and frees their memory with its last reference.
+    outcome: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            outcome.put((action(), None))
+        except BaseException as error:
+            outcome.put((None, error))
+
+    try:
+        start_thread(daemon_thread(run, name))
+    except OSError:
+        return action()
+    try:
+        result, error = outcome.get(timeout=limit_s)
+    except Empty:
+        raise TimeoutError(f"it has not ended within {limit_s:g} s") from None
+    if error is None:
+        return cast(Result, result)
+    try:
+        raise error
+    finally:
+        del error
 
 
 class BackgroundQueue:
@@ -185,68 +228,91 @@ class Latch:
             self._lock.release()
 
 
-_Call = tuple[Generator[Any, None, None], int]
-
-
 class CallRejectedError(RuntimeError):
     """Another call is still running."""
 
 
-class ExclusiveCall:
+class _Claim:
+    """One call of `SingleCall.run`."""
+
+    def __init__(self) -> None:
+        self.process, self.thread = os.getpid(), threading.get_ident()
+        self.number: int | None = None  # None: it is not known that the claim was successful
+        self.is_over = False
+
+
+class SingleCall:
     """Runs one call at a time, and rejects calls from signal handlers and from other threads.
 
-    An exception of a signal handler can interrupt the code that releases a lock, and the lock then
-    stays locked forever. Here nothing has to be released: the call runs in a generator, and Python
-    marks a generator as no longer executing when an exception leaves it.
+    There is no lock that an exception of a signal handler could leave locked. A call claims the
+    first free number in one atomic operation, and frees it in another one. If an exception comes
+    between the claim and the note that it was successful, the number is given up: Python calls
+    signal handlers after the call of a function and at a jump backward, and there is none between
+    the other steps. A debugger or a profiler can raise one elsewhere; the thread itself then finds
+    that its stack does not execute the call. The stacks of other threads are not looked at: Python
+    may end the process if `f_locals` of a frame is read while the frame is executed, and
+    `sys._current_frames` can block all threads if garbage is collected in it (CPython 3.11).
     """
 
     def __init__(self) -> None:
-        # Each call with the thread that runs it. The first one that is executing is admitted.
-        self._calls: list[_Call] = []
+        self._claims: dict[int, _Claim | None] = {}  # None: the number is given up
 
     def run(self, func: Callable[[], Result]) -> Result:
         """Call `func`, and return its result.
 
         Raises:
-            CallRejectedError: Another call is running, in this thread or another one.
+            CallRejectedError: another call is running, in this thread or another one.
         """
-        own: list[_Call] = []
-        generator = self._run(func, own)
-        own.append((generator, threading.get_ident()))
+        claim = _Claim()  # `_is_executing` looks for this variable.
         try:
-            return next(generator)
+            self._claim(claim)
+            return func()
         finally:
-            with contextlib.suppress(ValueError):
-                self._calls.remove(own[0])
-            # The generator refers to `own`. Without this, it would keep itself and `func` alive.
-            own.clear()
+            if claim.number is None:
+                claim.is_over = True
+            else:
+                self._claims.pop(claim.number, None)
 
-    def _run(self, func: Callable[[], Result], own: list[_Call]) -> Generator[Result, None, None]:
-        self._calls.append(own[0])  # The generator is executing by now.
-        if not self._is_admitted(own[0]):
-            raise CallRejectedError("another call is running")
-        yield func()
-
-    def _is_admitted(self, own: _Call) -> bool:
-        return next(call for call in list(self._calls) if _is_executing(call[0])) is own
+    def _claim(self, claim: _Claim) -> None:
+        number = 0
+        while (holder := self._claims.setdefault(number, claim)) is not claim:
+            if holder is None:
+                number += 1
+            elif _is_running(holder):
+                raise CallRejectedError("another call is running")
+            elif self._claims.get(number) is holder:  # otherwise the call has just ended
+                self._claims[number] = None
+        claim.number = number
 
     @property
     def is_running(self) -> bool:
         """True while a call runs."""
-        return any(_is_executing(generator) for generator, _ in list(self._calls))
+        return any(claim is not None and _is_running(claim) for claim in [*self._claims.values()])
 
     @property
     def is_interrupted(self) -> bool:
         """True if a call runs in the calling thread, which is then in a signal handler."""
-        current = threading.get_ident()
         return any(
-            _is_executing(generator) and thread == current
-            for generator, thread in list(self._calls)
+            claim is not None and claim.thread == threading.get_ident() and _is_running(claim)
+            for claim in [*self._claims.values()]
         )
 
 
-def _is_executing(generator: Generator[Any, None, None]) -> bool:
-    return inspect.getgeneratorstate(generator) == inspect.GEN_RUNNING
+def _is_running(claim: _Claim) -> bool:
+    """Return whether a call has not ended. A fork has one thread of its parent only."""
+    if claim.thread == threading.get_ident():
+        return _is_executing(claim)
+    return not claim.is_over and claim.process == os.getpid()
+
+
+def _is_executing(claim: _Claim) -> bool:
+    """Return whether `SingleCall.run` executes the call of a claim in the calling thread."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is SingleCall.run.__code__ and frame.f_locals.get("claim") is claim:
+            return True
+        frame = frame.f_back
+    return False
 
 
 class ForkAware(abc.ABC):

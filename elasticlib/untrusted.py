@@ -1,8 +1,8 @@
-"""Reading of files and JSON that another program may have written.
+"""Reading of files, compressed bytes and JSON that another program may have written.
 
 A worker, a peer, a user or another job may have written them. Opening such a file never blocks and
-follows a link only on request, reading one is bounded, and any JSON that is not valid raises
-ValueError.
+follows a link only on request, reading and decompressing are bounded, and any JSON that is not
+valid raises ValueError.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import math
 import os
 import stat
+import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -70,6 +71,24 @@ def read_file(path: str | os.PathLike[str], max_bytes: int) -> bytes:
     """
     with open_regular_file(path) as fd, open(fd, "rb", closefd=False) as file:
         return file.read(max_bytes)
+
+
+def decompress(data: bytes, max_bytes: int) -> bytes:
+    """Return what `zlib.compress` was given, if it has at most `max_bytes` bytes.
+
+    Raises:
+        ValueError: The data is damaged, truncated, or larger than `max_bytes` when decompressed.
+    """
+    decompressor = zlib.decompressobj()
+    try:
+        result = decompressor.decompress(data, max_bytes + 1)
+    except zlib.error as error:
+        raise ValueError(f"not compressed by zlib, or damaged: {data[:60]!r}") from error
+    if len(result) > max_bytes:
+        raise ValueError(f"more than {max_bytes} bytes when decompressed")
+    if not decompressor.eof:
+        raise ValueError(f"the {len(data)} compressed bytes are truncated")
+    return result
 
 
 def read_json(data: bytes | str) -> Any:

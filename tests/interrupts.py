@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -58,11 +59,14 @@ class Interrupter:
         """Run `call` and interrupt it at its first new line. Return whether there was one.
 
         An exception of the handler is caught here. The code under test may also handle it or raise
-        another one from it; every other exception passes.
+        another one from it; every other exception passes. Python collects no garbage meanwhile,
+        because finalizers of objects of earlier calls would be interrupted, and their exceptions
+        lost.
         """
         self._visited.clear()
         self._has_interrupted, self._raised = False, None
         before = sys.gettrace()
+        gc.disable()
         sys.settrace(self._enter)
         try:
             call()
@@ -71,6 +75,7 @@ class Interrupter:
                 raise
         finally:
             sys.settrace(before)
+            gc.enable()
             self._raised = None  # its traceback would keep the frames of the call alive
         return self._has_interrupted
 

@@ -23,6 +23,7 @@ import pytest
 from ports import reserved_port
 from processes import describe_process, find_processes, is_alive
 
+from elasticlib.checkpoint.refs import StateRef
 from elasticlib.dir_lock import LOCK_FILE
 from elasticlib.launch.cli import main
 from elasticlib.observe.event import KINDS, Event, decode
@@ -81,6 +82,11 @@ def _run_records() -> Iterator[None]:
 
 def _modified_at(folder: Path) -> int:
     return folder.stat().st_mtime_ns if folder.exists() else 0
+
+
+def owner_of(ref: StateRef) -> str:
+    """Return the node that sent a snapshot, or an empty text if a worker of this node wrote it."""
+    return ".".join(Path(ref.place).name.split(".")[1:-2])
 
 
 class Node:

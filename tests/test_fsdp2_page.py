@@ -85,7 +85,7 @@ def test_script_survives_a_killed_worker_and_resumes_at_another_world_size(job: 
 
 def parts(checkpoints: Path, step: int) -> int:
     """Return the number of files with parts of the state after a step."""
-    return len(list(checkpoints.glob(f"step-{step:010}/part-*.pack")))
+    return len(list(checkpoints.glob(f"step-{step:010}.*/part-*.safetensors")))
 
 
 def check_checkpoints(job: Job) -> None:

@@ -1008,6 +1008,9 @@ class ElasticAgent:
             return
         succeeded = outcome is not None and outcome.state is WorkerState.SUCCEEDED
         work = "the final write of snapshots"
+        is_last_node = self._info is not None and self._info.world_size == 1
+        if is_last_node or (outcome is not None and outcome.ends_job):
+            service.on_job_ended()
         unsaved = service.close(
             flush=not succeeded,
             cancel_reason=partial(self.signals.reason_to_give_up, work, log.warning),

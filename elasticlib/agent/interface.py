@@ -89,6 +89,9 @@ class SnapshotService(abc.ABC):
     def on_workers_stopped(self) -> None:  # noqa: B027 - optional
         """Note that no worker is in a group, and that the node waits for its next generation."""
 
+    def on_job_ended(self) -> None:  # noqa: B027 - optional
+        """Note before `close` that the job has ended on all nodes, with any result."""
+
     @abc.abstractmethod
     def close(self, *, flush: bool, cancel_reason: Callable[[], str] = str) -> str:
         """Free everything at the end of the run.

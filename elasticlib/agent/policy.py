@@ -44,6 +44,7 @@ class RunOutcome:
     signal: int = 0  # the signal that stopped the node, or 0
     evicted: bool = False  # the job continues without this node
     is_unfit: bool = False  # the node failed its check, or the job has excluded its host
+    ends_job: bool = False  # no other node continues the job
 
     @property
     def lets_workers_save(self) -> bool:
@@ -308,18 +309,23 @@ def outcome_of(
         return end_of_job(event.change)
     is_drain = isinstance(event, DrainRequested) and not event.ends_job
     state = WorkerState.DRAINED if is_drain else WorkerState.STOPPED
-    return RunOutcome(state, f"received {event.name}", event.number)
+    ends_job = isinstance(event, DrainRequested) and event.ends_job
+    return RunOutcome(state, f"received {event.name}", event.number, ends_job=ends_job)
 
 
 def end_of_job(change: Change) -> RunOutcome:
     """Return the outcome of this node's run after a final change."""
-    if change.kind is ChangeKind.SUCCEEDED:
-        return RunOutcome(WorkerState.SUCCEEDED, change.reason)
-    if change.kind is ChangeKind.STOPPED:
-        return RunOutcome(WorkerState.STOPPED, change.reason)
-    is_unfit = change.kind is ChangeKind.EXCLUDED
+    kind = change.kind
+    state = {
+        ChangeKind.SUCCEEDED: WorkerState.SUCCEEDED,
+        ChangeKind.STOPPED: WorkerState.STOPPED,
+    }.get(kind, WorkerState.FAILED)
     return RunOutcome(
-        WorkerState.FAILED, change.reason, evicted=change.kind.job_continues, is_unfit=is_unfit
+        state,
+        change.reason,
+        evicted=kind.job_continues,
+        is_unfit=kind is ChangeKind.EXCLUDED,
+        ends_job=not kind.job_continues and kind is not ChangeKind.STORE_LOST,
     )
 
 

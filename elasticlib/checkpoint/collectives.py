@@ -63,21 +63,24 @@ class Transfer:
 
     peer: int
     is_send: bool
-    tensor: torch.Tensor  # source or destination, with any strides and on any device
+    num_elements: int
     dtype: torch.dtype  # of the elements while they are sent
+    # Returns the source or destination, with any strides and on any device. It may raise.
+    find_tensor: Callable[[], torch.Tensor]
 
     @property
     def num_bytes(self) -> int:
         """The number of bytes that are sent."""
-        return self.tensor.numel() * self.dtype.itemsize
+        return self.num_elements * self.dtype.itemsize
 
     def copy(self, buffer: torch.Tensor) -> None:
         """Copy from the tensor to `buffer` if this rank sends, else from `buffer` to the tensor."""
-        elements = buffer.view(self.dtype).view(self.tensor.shape)
+        tensor = self.find_tensor()
+        elements = buffer.view(self.dtype).view(tensor.shape)
         if self.is_send:
-            elements.copy_(self.tensor)
+            elements.copy_(tensor)
         else:
-            self.tensor.copy_(elements)
+            tensor.copy_(elements)
 
 
 class PeerGroup:
@@ -250,7 +253,8 @@ class PeerGroup:
 
         Args:
             step: the step of the state, for messages.
-            transfers: the transfers of this rank, in the common order.
+            transfers: the transfers of this rank, in the common order. What may fail is in
+                `Transfer.find_tensor`: if the iteration failed, the peers would wait for ever.
 
         Raises:
             CheckpointError: a rank could not copy a transfer; on all ranks.

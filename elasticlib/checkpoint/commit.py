@@ -1,16 +1,18 @@
 """Commits of checkpoints: the data files first, the manifest last, by one writer at a time.
 
-The fence file of a checkpoint directory names the writer that may commit. A later generation of a
-launch takes the fence from an earlier one, and a new launch takes it from the launch before. A
-writer that has lost the fence cannot commit any more.
+The fence file of a checkpoint directory names the writer that may commit, and its line (see
+`refs`). A later generation of a launch takes the fence from an earlier one, and a new launch takes
+it from the launch before. `claim` takes the fence and begins a branch in one write. Only
+`take_over` (`CheckpointManager.claim`) takes the fence and begins no branch: it keeps the line of
+the fence.
 
-The order of a commit makes it atomic: unique data files, each synced with its directory; the lock;
-the check of the fence; the manifest, by a rename. Pruning follows, and deletes the manifest of a
-checkpoint before its data. So each checkpoint is complete or absent at any time.
+The order of a commit makes it atomic: a new folder; the data files, each synced with the folder;
+the lock; the check of the fence; the manifest, by a rename. A folder without a manifest is no
+checkpoint. The next `claim` that takes the fence deletes it.
 
-One rank writes a state that is the same on all ranks, and each rank writes its part of a sharded
-state. Rank 0 acquires the fence, all write their files, and rank 0 commits them. A failure on one
-rank fails the save on all ranks.
+Old checkpoints are chosen from a listing that is made under the lock of a commit, and deleted after
+the lock was released: first the manifest, then the data. So each checkpoint is complete or absent
+at any time. Which ranks write the files of a checkpoint is up to `writer`.
 
 Agents commit the snapshots of their workers with this module, which does not import torch.
 """
@@ -19,48 +21,47 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
-import json
+import itertools
 import logging
-import re
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import attrs
 
 from ..clock import monotonic, wall
-from ..errors import CheckpointCorruptError, CheckpointError, CheckpointFencedError
-from ..untrusted import IrregularFileError, read_fields, read_object
+from ..errors import CheckpointError, CheckpointFencedError
 from .catalog import (
+    FENCE_NAME,
     MANIFEST_NAME,
+    PIN_NAME,
     CheckpointCatalog,
     DataFile,
-    Integrity,
     Manifest,
-    Retention,
-    Selection,
-    append_checksum,
+    encode_fence,
     encode_manifest,
     find_size_mismatch,
-    folder_of,
-    select_checkpoints,
-    step_of,
-    strip_checksum,
+    ref_of,
 )
-from .storage import FileTooLargeError, temp_target
-
-if TYPE_CHECKING:
-    from .collectives import PeerGroup
+from .refs import (
+    MAX_BRANCHES_IN_HEADER,
+    Fence,
+    Integrity,
+    Line,
+    Retention,
+    StateRef,
+    Writer,
+    acquire,
+    commit_denied_reason,
+    folder_name,
+    may_delete,
+    on_line,
+    parse_folder_name,
+)
+from .storage import CHECKSUM_BYTES, temp_target
 
 log = logging.getLogger("elasticlib.checkpoint")
 
-FENCE_NAME = "fence.json"
-_SCRATCH = "final-save."  # see final_save.py
-FENCE_FORMAT = 2
-MAX_REVOKED_LAUNCHES = 64  # The file stays small, and older launches no longer run.
+_save_numbers = itertools.count(1)  # make the folders of the managers of one process unique
 
-_DATA_NAME = re.compile(r"(?:state|part-[0-9]+)\.([0-9a-f]{16})\.[0-9]+\.pack")
 NOT_WRITABLE_ERRORS = {
     errno.ENOSPC,
     errno.EDQUOT,
@@ -71,163 +72,17 @@ NOT_WRITABLE_ERRORS = {
 }
 
 
-# -- the fence: pure -------------------------------------------------------------------------------
-
-
 @attrs.frozen
-class WriterIdentity:
-    """The identity of a writer: one manager in one process, or one agent."""
+class Selection:
+    """The steps that were kept and deleted, in ascending order."""
 
-    run_id: str  # the job's id
-    incarnation: str  # distinguishes two launches of a job, whose generations both count from 1
-    generation: int
-    token: str  # 16 random hex digits, which the names of the writer's files contain
-    label: str = ""  # names the process, for messages
-
-    def __str__(self) -> str:
-        if not self.run_id:
-            job = "a process"
-        else:
-            job = f"generation {self.generation} of run {self.run_id!r}"
-        return f"{job} ({self.label})" if self.label else job
-
-    @property
-    def launch_key(self) -> str:
-        """The identity of the launch, which is unique among the launches of all runs."""
-        return f"{self.run_id}/{self.incarnation}"
-
-    def has_same_generation(self, other: WriterIdentity) -> bool:
-        """Return whether both writers belong to the same generation of the same launch."""
-        return (self.launch_key, self.generation) == (other.launch_key, other.generation)
-
-
-@attrs.frozen
-class Fence:
-    """The writer that may commit to a directory, and the launches that may not any more."""
-
-    holder: WriterIdentity
-    # Launches that lost the fence to a newer launch. A later generation of such a launch must not
-    # take it back, so an epoch number would not be enough.
-    revoked_launches: tuple[str, ...] = ()
-
-
-def acquire_fence(
-    fence: Fence | None, writer: WriterIdentity, *, allow_concurrent_writer: bool = False
-) -> Fence | str:
-    """Return the fence after a writer has requested it. A newer writer keeps the fence.
-
-    Args:
-        fence: the present fence, or None if the directory has none.
-        writer: the writer that requests the fence.
-        allow_concurrent_writer: return the present fence if its holder is of the same generation.
-
-    Returns:
-        The new fence, or the reason why the writer does not get it.
-    """
-    if fence is None:
-        return Fence(writer)
-    holder, revoked = fence.holder, fence.revoked_launches
-    if writer.launch_key != holder.launch_key:
-        if writer.launch_key in revoked:
-            return f"{holder} took this directory over from the launch of {writer}"
-        return Fence(writer, (*revoked, holder.launch_key)[-MAX_REVOKED_LAUNCHES:])
-    if writer.generation < holder.generation:
-        return f"{holder} writes here, and {writer} is older"
-    if allow_concurrent_writer and writer.has_same_generation(holder):
-        return fence
-    return Fence(writer, revoked)
-
-
-def commit_denied_reason(
-    fence: Fence | None, writer: WriterIdentity, *, allow_concurrent_writer: bool = False
-) -> str:
-    """Return why a writer must not commit, or an empty string if it may.
-
-    Args:
-        fence: the present fence. None denies the commit, because the writer's fence was deleted.
-        writer: the writer that wants to commit, and has acquired the fence before.
-        allow_concurrent_writer: permit the commit also if another writer of the same generation has
-            the fence.
-    """
-    if fence is None:
-        return f"its {FENCE_NAME} was deleted"
-    holder = fence.holder
-    if holder.token == writer.token:
-        return ""
-    if allow_concurrent_writer and writer.has_same_generation(holder):
-        return ""
-    return f"{holder} took the directory over from {writer}"
-
-
-def encode_fence(fence: Fence) -> bytes:
-    """Return the contents of the fence file: a line of JSON and a line with its checksum."""
-    fields = {"format": FENCE_FORMAT, **attrs.asdict(fence)}
-    return append_checksum(json.dumps(fields).encode("ascii"))
-
-
-def decode_fence(data: bytes) -> Fence:
-    """Return the fence from the contents of its file.
-
-    Raises:
-        CheckpointCorruptError: the contents are damaged, or have another format.
-    """
-    body = strip_checksum(data)
-    try:
-        if body is None:
-            raise ValueError("it was changed or truncated")
-        fields = read_object(body)
-        if fields.get("format") != FENCE_FORMAT:
-            found = fields.get("format")
-            raise ValueError(f"format {found!r:.80}, but this version reads {FENCE_FORMAT}")
-        revoked = fields.get("revoked_launches")
-        if type(revoked) is not list or not all(type(launch) is str for launch in revoked):
-            raise ValueError(f"revoked_launches must be a list of strings, got {revoked!r:.80}")
-        return Fence(read_fields(WriterIdentity, fields.get("holder")), tuple(revoked))
-    except ValueError as error:
-        raise CheckpointCorruptError(f"{FENCE_NAME} cannot be read: {error}") from error
-
-
-def data_name(kind: str, token: str, number: int) -> str:
-    """Return the name of a data file, which no other writer and no other save uses.
-
-    Args:
-        kind: `state`, or `part-<rank>` for a rank's part of a sharded state.
-        token: the token of the writer that commits the file.
-        number: the number of the save.
-    """
-    return f"{kind}.{token}.{number}.pack"
-
-
-def scratch_prefix(writer: WriterIdentity) -> str:
-    """Return the prefix of the scratch directories of the final save of the writer's generation."""
-    generation = f"{writer.launch_key}/{writer.generation}"
-    return f"{_SCRATCH}{hashlib.sha256(generation.encode()).hexdigest()[:16]}"
-
-
-def orphaned_files(sizes: Mapping[str, int], named: Container[str], live_token: str) -> list[str]:
-    """Return the data files and temporary files in a directory that are not needed any more.
-
-    Files with other names are never returned.
-
-    Args:
-        sizes: the size in bytes of each file in the directory.
-        named: the name of the manifest, and the names of the files in the manifest.
-        live_token: the token of a writer that may still commit its data files, or ''.
-    """
-    orphans = []
-    for name in sorted(sizes):
-        match = _DATA_NAME.fullmatch(name)
-        is_data = match is not None and match[1] != live_token
-        if name not in named and (is_data or temp_target(name)):
-            orphans.append(name)
-    return orphans
-
-
-# -- commits ---------------------------------------------------------------------------------------
+    kept: tuple[int, ...]
+    deleted: tuple[int, ...]
+    reason: str = ""  # why nothing is deleted, if a rule prevents it
 
 
 class FileDeletedError(CheckpointError):
-    """A data file was deleted before its checkpoint was committed, by a writer that may prune."""
+    """A data file was deleted before its checkpoint was committed."""
 
 
 class NotWritableError(CheckpointError):
@@ -237,139 +92,203 @@ class NotWritableError(CheckpointError):
 class Committer:
     """Commits the checkpoints of one writer to one directory. Not thread-safe.
 
-    With `allow_concurrent_writer`, another writer of the same generation may still be running. That
-    writer keeps the fence, finishes its saves, and prunes; this one does not prune after a commit.
-    The other writer can delete files of this writer before they are committed.
+    Args:
+        catalog: the directory.
+        writer: the writer.
+        line: the line of the writer's branch.
+        retention: the rule for old checkpoints; None: this writer deletes none, because it is an
+            agent, which commits states of its workers.
+        on_claimed: is called after the fence was acquired.
     """
 
     def __init__(
         self,
         catalog: CheckpointCatalog,
-        writer: WriterIdentity,
-        retention: Retention,
-        *,
-        allow_concurrent_writer: bool = False,
+        writer: Writer,
+        line: Line,
+        retention: Retention | None,
+        on_claimed: Callable[[], object] = lambda: None,
     ) -> None:
-        self.writer = writer
+        # A thread may begin another branch while another thread claims the directory for the last
+        # one. So both values change at once, and a claim belongs to the values that it has seen.
+        self._origin = (writer, line)
+        self._claimed: tuple[object, Line] = (None, ())  # the origin, and the line in the fence
         self.committed_at = float("-inf")  # when the last commit became durable, by `monotonic`
         self._catalog, self._storage = catalog, catalog.storage
-        self._retention = retention
-        self._is_concurrent = allow_concurrent_writer
-        self._has_fence = False  # it was acquired; another writer may have taken it since then
+        self._retention, self._on_claimed = retention, on_claimed
         self._logged: set[str] = set()  # errors of deletions, which are tried after each commit
 
-    def claim(self) -> None:
-        """Acquire the fence, and delete the files of interrupted saves. Later calls do nothing.
+    def begin(self, writer: Writer, line: Line) -> None:
+        """Begin another branch, after a restore. The next save acquires the fence for it."""
+        self._origin = (writer, line)
 
-        Nothing is deleted if a concurrent writer keeps the fence (see `allow_concurrent_writer`).
+    @property
+    def writer(self) -> Writer:
+        """The writer of the present branch."""
+        return self._origin[0]
+
+    @property
+    def line(self) -> Line:
+        """The line of the present branch. A claim leaves out branches without a state."""
+        origin, line = self._claimed
+        return line if origin is self._origin else self._origin[1]
+
+    @property
+    def _has_fence(self) -> bool:
+        """Whether it was acquired. Another writer may have taken it since then."""
+        return self._claimed[0] is self._origin
+
+    def claim(self) -> None:
+        """Acquire the fence, and delete the folders of interrupted saves. Later calls do nothing.
+
+        An agent does not take the fence from workers of its generation.
 
         Raises:
-            CheckpointFencedError: a newer writer has the fence.
+            CheckpointFencedError: another writer keeps the fence.
             NotWritableError: the directory cannot be written.
             CheckpointError: the disk failed.
         """
+        origin = self._origin
         if self._has_fence:
             return
         with self._translate_errors("could not be claimed"), self._storage.lock():
-            fence = self._read_fence(corrupt_as_none=True)
-            acquired = acquire_fence(
-                fence, self.writer, allow_concurrent_writer=self._is_concurrent
-            )
-            if isinstance(acquired, str):
-                raise CheckpointFencedError(f"{self._storage.name} must not be written: {acquired}")
-            if acquired != fence:
-                self._storage.replace(FENCE_NAME, encode_fence(acquired))
-                with self._log_delete_errors():
-                    self._delete_orphans()
-            self._has_fence = True
+            fence = self._catalog.known_fence()
+            line = origin[1]
+            if not self._is_agent_of(fence):
+                line = self._write_fence(self._acquire(fence, *origin))
+            self._claimed = (origin, line)
+        self._on_claimed()
 
-    def write(self, step: int, name: str, data: memoryview) -> DataFile:
-        """Write a data file of a step durably. `commit` makes the file part of a checkpoint.
+    def take_over(self) -> None:
+        """Take the fence, also from a job that has a launcher, and begin no branch yet.
+
+        So the states that can be restored are those that the job has had until now. Raise as
+        `claim`.
+        """
+        with self._translate_errors("could not be claimed"), self._storage.lock():
+            fence = self._catalog.known_fence()
+            acquired = self._acquire(fence, *self._origin, force=True)
+            if fence is not None:
+                acquired = attrs.evolve(acquired, line=fence.line)
+            self._storage.replace(FENCE_NAME, encode_fence(acquired))
+        self._on_claimed()
+
+    def release(self) -> None:
+        """Let any process take the fence, because the launch of this writer has ended.
 
         Raises:
             CheckpointError: the disk failed.
         """
-        folder = folder_of(step)
+        with self._translate_errors("could not be released"), self._storage.lock():
+            fence = self._catalog.known_fence()
+            if fence and fence.writer.launch == self.writer.launch and not fence.is_released:
+                released = attrs.evolve(fence, is_released=True)
+                self._storage.replace(FENCE_NAME, encode_fence(released))
+
+    def new_folder(self, step: int, number: int | str | None = None) -> str:
+        """Return the name of a folder for the next save of a step.
+
+        Args:
+            step: the step.
+            number: see `refs.folder_name`; the default is the next number of this process.
+        """
+        number = next(_save_numbers) if number is None else number
+        return folder_name(step, self.line[-1].id, number)
+
+    def write(self, folder: str, name: str, data: memoryview) -> DataFile:
+        """Write a data file durably. `commit` makes the file part of a checkpoint.
+
+        Raises:
+            CheckpointError: the disk failed.
+        """
         with self._translate_errors(f"could not be written to {folder}"):
-            return DataFile(name, len(data), self._storage.write(f"{folder}/{name}", data))
+            # The storage writes the checksum in the place of the last entry of the pack.
+            checksum = self._storage.write(f"{folder}/{name}", data[:-CHECKSUM_BYTES])
+            return DataFile(name, len(data), checksum)
+
+    def put(self, folder: str, name: str, data: memoryview) -> bool:
+        """Write a data file durably, unless another agent has it or writes it.
+
+        Returns:
+            Whether the file was written.
+
+        Raises:
+            CheckpointError: the disk failed.
+        """
+        with self._translate_errors(f"could not be written to {folder}"):
+            return self._storage.put(f"{folder}/{name}", data[:-CHECKSUM_BYTES])
 
     def commit(
         self,
-        step: int,
+        folder: str,
         files: tuple[DataFile, ...],
-        num_parts: int = 0,
+        state: StateRef | None = None,
         *,
+        parts: int = 0,
         world_size: int = 0,
-        is_pinned: bool = False,
+        metrics: Mapping[str, float] | None = None,
+        pin: bool = False,
     ) -> None:
-        """Make written files the checkpoint of a step, and prune by the retention rule.
-
-        With `allow_concurrent_writer`, nothing is pruned.
+        """Make the written files of a folder a checkpoint, and prune by the retention rule.
 
         Args:
-            step: the step. A checkpoint of the same step is replaced.
+            folder: the folder, see `new_folder`.
             files: the data files that `write` returned, on whichever rank.
-            num_parts: see `Manifest`.
+            state: the snapshot that an agent commits. The default is a state of this branch.
+            parts: see `Manifest`.
             world_size: see `Manifest`.
-            is_pinned: see `Manifest`.
+            metrics: see `Manifest`.
+            pin: never delete the checkpoint.
 
         Raises:
             CheckpointFencedError: another writer has taken the fence.
             FileDeletedError: one of the files was deleted.
             CheckpointError: the disk failed.
         """
-        writer, folder = self.writer, folder_of(step)
-        manifest = Manifest(
-            step=step,
-            files=files,
-            num_parts=num_parts,
-            run_id=writer.run_id,
-            incarnation=writer.incarnation,
-            generation=writer.generation,
-            writer_token=writer.token,
-            saved_at=wall(),
-            world_size=world_size,
-            is_pinned=is_pinned,
-        )
+        named = parse_folder_name(folder)
+        if named is None:
+            raise CheckpointError(f"{folder!r} is not the name of a folder of a checkpoint")
+        obsolete: Sequence[StateRef] = ()
         with self._translate_errors(f"could not commit {folder}"), self._storage.lock():
-            reason = commit_denied_reason(
-                self._read_fence(), writer, allow_concurrent_writer=self._is_concurrent
-            )
-            if reason:
-                what = f"step {step} was not committed to {self._storage.name}"
+            fence = self._catalog.read_fence()
+            is_agent = self._retention is None
+            reason = commit_denied_reason(fence, self.writer, named, is_agent=is_agent)
+            if reason or fence is None:
+                what = f"step {named.step} was not committed to {self._storage.name}"
                 raise CheckpointFencedError(f"{what}: {reason}")
-            sizes = self._storage.list_files(folder)
-            if mismatch := find_size_mismatch(manifest, sizes):
-                is_missing = any(file.name not in sizes for file in files)
-                kind = FileDeletedError if is_missing else CheckpointError
-                raise kind(f"{self._storage.name}/{folder} was not committed: {mismatch}")
-            self._storage.replace(f"{folder}/{MANIFEST_NAME}", encode_manifest(manifest))
-            self.committed_at = monotonic()
-            self._catalog.record_integrity(manifest, Integrity.VERIFIED)
-            if not self._is_concurrent:
-                with self._log_delete_errors():
-                    self._delete_orphans(self._select(just_written=step).deleted)
+            manifest = Manifest(
+                step=named.step,
+                branch=named.branch,
+                # A restore may have begun another branch since this save began, so it is the fence
+                # that tells the line of the folder's branch.
+                line=state.line if state else fence.line,
+                files=files,
+                parts=parts,
+                writer=state.writer if state else fence.writer,
+                epoch=fence.epoch,
+                saved_at=state.saved_at if state else wall(),
+                world_size=world_size,
+                metrics=metrics or {},
+            )
+            self._put_manifest(folder, manifest, pin=pin)
+            if self._retention is not None:
+                with self._log_errors():
+                    refs = self._catalog.list_refs(reread=False)
+                    obsolete = may_delete(refs, fence.line, self._retention, folder)
+        self._delete(obsolete)
 
-    def discard(self, step: int, name: str) -> None:
-        """Delete a data file of a save that failed, unless the manifest names it or is unreadable.
-
-        An empty directory is deleted, too, unless a concurrent writer may use it. An error of the
-        disk is only logged.
-        """
-        folder = folder_of(step)
+    def discard(self, folder: str, name: str) -> None:
+        """Delete a data file of a save that failed. An error of the disk is only logged."""
         try:
             # If the commit failed after the rename of the manifest, the checkpoint exists.
-            named = self._catalog.committed_file_names(step)
-            if named is not None and name not in named:
+            if MANIFEST_NAME not in self._storage.list_files(folder):
                 self._storage.remove(f"{folder}/{name}")
-            # A concurrent writer may be about to create its first file in the directory.
-            if not self._is_concurrent and not self._storage.list_files(folder):
                 self._storage.remove_folder(folder)
         except OSError as error:
             log.warning("%s: files of a failed save could not be deleted: %s", folder, error)
 
     def prune(self) -> Selection:
-        """Delete the checkpoints that the retention rule does not keep, and orphaned files.
+        """Delete the checkpoints that the retention rule does not keep.
 
         The newest intact checkpoint is read and verified first, because it must be kept.
 
@@ -377,136 +296,144 @@ class Committer:
             CheckpointFencedError: a newer writer has the fence, or has taken it.
             CheckpointError: the disk failed.
         """
+        if self._retention is None:
+            raise CheckpointError("an agent deletes no checkpoints")
         with self._translate_errors("could not be pruned"):
             with self._storage.lock():
                 self._check_may_prune()
             # The verification can take long, so the job that writes here must not wait for it.
-            unreadable = self._catalog.verify_until_intact()
+            unreadable = self._catalog.verify_until_intact(self._catalog.live_refs())
             with self._storage.lock():
-                live_token = self._check_may_prune()
-                selection = self._select(unreadable=unreadable)
-                for error in self._delete_orphans(selection.deleted, live_token):
-                    raise error
-        return selection
+                self._check_may_prune()
+                refs = [
+                    attrs.evolve(ref, integrity=Integrity.UNREADABLE)
+                    if ref.place in unreadable
+                    else ref
+                    for ref in self._catalog.list_refs()
+                ]
+                line = self._catalog.line(refs)
+            obsolete = may_delete(refs, line, self._retention)
+            for error in self._delete(obsolete):
+                raise error
+        places = {ref.place for ref in obsolete}
+        is_anchored = any(r.integrity is Integrity.VERIFIED for r in on_line(line, refs))
+        return Selection(
+            tuple(sorted(ref.step for ref in refs if ref.place not in places)),
+            tuple(sorted(ref.step for ref in obsolete)),
+            "" if is_anchored else "no checkpoint is known to be intact",
+        )
+
+    def pin(self, ref: StateRef, *, pin: bool) -> None:
+        """Write or remove the file that protects a checkpoint from deletion.
+
+        Raises:
+            CheckpointError: the disk failed.
+        """
+        path = f"{ref.place}/{PIN_NAME}"
+        with self._translate_errors("could not be pinned"):
+            if pin:
+                self._storage.replace(path, b"")
+            else:
+                self._storage.remove(path)
 
     def was_superseded(self) -> bool:
         """Return whether a later generation of the same launch has the fence.
 
         Then this writer has nothing left to do, and nothing is lost.
         """
-        fence, writer = self._read_fence(), self.writer
-        holder = fence.holder if fence else writer
-        return holder.launch_key == writer.launch_key and holder.generation > writer.generation
+        fence = self._catalog.read_fence()
+        holder = fence.writer if fence else self.writer
+        return holder.launch == self.writer.launch and holder.generation > self.writer.generation
 
-    def is_from_earlier(self, manifest: Manifest, generation: int) -> bool:
-        """Return whether a launch or generation before this one has written a checkpoint.
+    def _acquire(
+        self, fence: Fence | None, writer: Writer, line: Line, *, force: bool = False
+    ) -> Fence:
+        acquired = acquire(fence, writer, line, force=force)
+        if isinstance(acquired, str):
+            name = self._storage.name
+            raise CheckpointFencedError(f"{name} must not be written: {acquired}")
+        return acquired
 
-        Args:
-            manifest: the manifest of the checkpoint.
-            generation: the generation of this launch that it is compared with.
-        """
-        launch = WriterIdentity(manifest.run_id, manifest.incarnation, 0, "").launch_key
-        if launch == self.writer.launch_key:
-            return manifest.generation < generation
-        fence = self._read_fence(corrupt_as_none=True)
-        return fence is not None and launch in fence.revoked_launches
+    def _is_agent_of(self, fence: Fence | None) -> bool:
+        """Return whether this is an agent, and the workers have the fence for its line."""
+        if self._retention is not None or fence is None:
+            return False
+        holder = fence.writer
+        return holder.launch == self.writer.launch and holder.order >= self.writer.order
 
-    def _check_may_prune(self) -> str:
-        """Check that this writer may prune, and return the token of another fence holder or ''.
+    def _write_fence(self, fence: Fence) -> Line:
+        """Write the fence, and delete leftovers. Return its line: branches that have a state."""
+        refs = self._catalog.list_refs(reread=False)
+        with_states = {ref.branch for ref in refs}
+        newest = fence.line[-MAX_BRANCHES_IN_HEADER:]
+        line = tuple(b for b in fence.line if b.id in with_states or b in newest)
+        fence = attrs.evolve(fence, line=line)
+        self._storage.replace(FENCE_NAME, encode_fence(fence))
+        with self._log_errors():
+            self._delete_leftovers({ref.place for ref in refs})
+        return line
 
-        The other holder may still commit its data files, so these must not be deleted.
+    def _delete_leftovers(self, committed: set[str]) -> None:
+        """Delete temporary files, and the folders of saves that were interrupted."""
+        for name in self._storage.list_files(""):
+            if temp_target(name):
+                self._storage.remove(name)
+        for folder in self._storage.list_folders():
+            is_ours = parse_folder_name(folder) is not None
+            if not is_ours or folder in committed or self._storage.is_link(folder):
+                continue
+            if MANIFEST_NAME not in self._storage.list_files(folder):
+                self._storage.remove_tree(folder, MANIFEST_NAME)
+
+    def _put_manifest(self, folder: str, manifest: Manifest, *, pin: bool) -> None:
+        sizes = self._storage.list_files(folder)
+        if mismatch := find_size_mismatch(manifest.files, sizes):
+            is_missing = any(file.name not in sizes for file in manifest.files)
+            kind = FileDeletedError if is_missing else CheckpointError
+            raise kind(f"{self._storage.name}/{folder} was not committed: {mismatch}")
+        if pin:
+            self.pin(ref_of(manifest, folder), pin=True)
+        self._storage.replace(f"{folder}/{MANIFEST_NAME}", encode_manifest(manifest))
+        self.committed_at = monotonic()
+        self._catalog.record_integrity(ref_of(manifest, folder), Integrity.VERIFIED)
+
+    def _check_may_prune(self) -> None:
+        """Check that this writer may prune.
+
+        A writer that has never had the fence may prune beside its holder, unless the holder is a
+        later generation or launch. A writer that has lost the fence may not.
 
         Raises:
             CheckpointFencedError: this writer must not prune.
         """
-        writer, fence = self.writer, self._read_fence(corrupt_as_none=True)
-        has_other_holder = fence is not None and fence.holder.token != writer.token
-        # A writer that has never had the fence may prune beside its holder, unless the holder is a
-        # newer generation or launch. A writer that has lost the fence may not.
-        lost = commit_denied_reason(fence, writer) if self._has_fence and has_other_holder else ""
-        answer = lost or acquire_fence(fence, writer)
-        if isinstance(answer, str):
-            raise CheckpointFencedError(f"{self._storage.name} was not pruned: {answer}")
-        return fence.holder.token if fence is not None and has_other_holder else ""
+        writer, fence = self.writer, self._catalog.known_fence()
+        if fence is None:
+            return
+        holder, reason = fence.writer, ""
+        is_same = (holder.launch, holder.generation) == (writer.launch, writer.generation)
+        if writer.launch in fence.revoked or (self._has_fence and not is_same):
+            reason = f"{holder} took the directory over from {writer}"
+        elif holder.launch == writer.launch and writer.generation < holder.generation:
+            reason = f"{holder} writes here, and {writer} is older"
+        if reason:
+            raise CheckpointFencedError(f"{self._storage.name} was not pruned: {reason}")
 
-    def _delete_orphans(
-        self, steps_to_delete: Container[int] = (), live_token: str = ""
-    ) -> list[Exception]:
-        """Delete orphaned files, old scratch directories, and the checkpoints of some steps.
+    def _delete(self, refs: Iterable[StateRef]) -> list[Exception]:
+        """Delete checkpoints, unless they are pinned now. Return the errors, which are logged.
 
         An error does not prevent the other deletions.
-
-        Returns:
-            The errors in the directories of `steps_to_delete`. All other errors are only logged.
         """
         errors: list[Exception] = []
-        for name in orphaned_files(self._storage.list_files(""), (), ""):
-            with self._log_delete_errors():
-                self._storage.remove(name)
-        for folder in self._storage.list_folders():
-            if self._storage.is_link(folder):
-                continue  # An operator has moved the checkpoint elsewhere, to keep it.
-            step = step_of(folder)
-            is_scratch = folder.startswith(_SCRATCH) and not live_token
-            if is_scratch and not folder.startswith(scratch_prefix(self.writer)):
-                with self._log_delete_errors():
-                    for name in self._storage.list_files(folder):
-                        self._storage.remove(f"{folder}/{name}")
-                    self._storage.remove_folder(folder)
-            if step is not None:
-                with self._log_delete_errors(errors if step in steps_to_delete else None):
-                    self._delete_step_files(
-                        step, live_token, with_checkpoint=step in steps_to_delete
-                    )
+        for ref in refs:
+            with self._log_errors(errors):
+                is_pinned = PIN_NAME in self._storage.list_files(ref.place)
+                # Behind a link an operator has moved the checkpoint elsewhere, to keep it.
+                if not is_pinned and not self._storage.is_link(ref.place):
+                    self._storage.remove_tree(ref.place, MANIFEST_NAME)
         return errors
 
-    def _delete_step_files(self, step: int, live_token: str, *, with_checkpoint: bool) -> None:
-        """Delete the orphaned files of a step, and also its checkpoint if `with_checkpoint`."""
-        folder, named = folder_of(step), self._catalog.committed_file_names(step)
-        if with_checkpoint:
-            self._storage.remove(f"{folder}/{MANIFEST_NAME}")
-        elif named is None:
-            return
-        named, sizes = named or set(), self._storage.list_files(folder)
-        names = orphaned_files(sizes, () if with_checkpoint else named, live_token)
-        if with_checkpoint:
-            names += [name for name in orphaned_files(sizes, names, "") if name in named]
-        for name in names:
-            self._storage.remove(f"{folder}/{name}")
-        if len(names) == len(sizes):
-            self._storage.remove_folder(folder)
-
-    def _select(
-        self, just_written: int | None = None, unreadable: Container[int] = ()
-    ) -> Selection:
-        entries = self._catalog.list_entries()
-        integrity = {}
-        for entry in entries:
-            if entry.is_unreadable or entry.step in unreadable:
-                integrity[entry.step] = Integrity.UNREADABLE
-            elif entry.manifest is None:
-                integrity[entry.step] = Integrity.CORRUPT
-            else:
-                integrity[entry.step] = self._catalog.integrity(entry.manifest)
-        pinned = {
-            entry.step
-            for entry in entries
-            if entry.is_pinned or self._storage.is_link(folder_of(entry.step))
-        }
-        return select_checkpoints(integrity, self._retention, just_written, pinned)
-
-    def _read_fence(self, *, corrupt_as_none: bool = False) -> Fence | None:
-        try:
-            data = self._storage.read(FENCE_NAME)
-            return None if data is None else decode_fence(data)
-        except (CheckpointCorruptError, FileTooLargeError, IrregularFileError) as error:
-            if not corrupt_as_none:
-                raise
-            log.warning("%s: the writer is unknown: %s", self._storage.name, error)
-            return None
-
     @contextlib.contextmanager
-    def _log_delete_errors(self, errors: list[Exception] | None = None) -> Iterator[None]:
+    def _log_errors(self, errors: list[Exception] | None = None) -> Iterator[None]:
         """Suppress an error of the block: log it once, and add it to `errors`.
 
         A failed deletion must not fail a save that has succeeded.
@@ -534,102 +461,6 @@ class Committer:
             raise kind(f"{self._storage.name} {what}: {error}") from error
 
 
-class StateComparison(Protocol):
-    """The comparison of the states that the ranks save, see `rank_digests`."""
-
-    @property
-    def summary(self) -> str:
-        """A text about this rank's state, which `check` gets on all ranks."""
-
-    def check(self, peers: PeerGroup | None, summaries: Sequence[str]) -> None:
-        """Raise CheckpointError if a rank would lose values.
-
-        Args:
-            peers: the ranks that write the save, or None if only this rank does.
-            summaries: the summaries of these ranks.
-        """
-
-
-class RankWriters:
-    """The ranks that write a save together: only this rank, or all ranks of a process group.
-
-    All ranks of a group create this object together, and call `write` in the same order.
-
-    Args:
-        committer: commits the files, on rank 0.
-        peers: the ranks of a process group that only the writer threads use, so that its
-            collectives never mix with those of the training; None if only this rank writes.
-    """
-
-    def __init__(self, committer: Committer, peers: PeerGroup | None = None) -> None:
-        self.rank = peers.rank if peers else 0
-        self._committer, self._peers = committer, peers
-        self._num_saves = 0
-        self._kind = f"part-{self.rank:05d}" if peers else "state"
-        # The files of all ranks have the token of the writer that commits them.
-        token = committer.writer.token
-        self._token: str = peers.all_gather_json(token)[0] if peers else token
-
-    def write(
-        self,
-        step: int,
-        data: memoryview,
-        world_size: int = 0,
-        *,
-        is_pinned: bool = False,
-        comparison: StateComparison | None = None,
-    ) -> None:
-        """Write this rank's data as a file, and commit the files of all ranks.
-
-        Args:
-            step: the step.
-            data: the data of this rank.
-            world_size: see `Manifest`.
-            is_pinned: see `Manifest`.
-            comparison: compares the states of the ranks before the commit.
-
-        Raises:
-            CheckpointError: one of the ranks failed. It is raised on all of them.
-        """
-        self._num_saves += 1
-        committer, is_first = self._committer, self.rank == 0
-        name = data_name(self._kind, self._token, self._num_saves)
-        self._run_on_all(step, committer.claim if is_first else None)
-        try:
-            summary = comparison.summary if comparison else ""
-            write = partial(committer.write, step, name, data)
-            files, summaries = self._run_on_all(step, write, summary)
-            if comparison is not None:
-                comparison.check(self._peers, summaries)
-            num_parts = len(files) if self._peers else 0
-            commit = partial(
-                committer.commit,
-                step,
-                files,
-                num_parts,
-                world_size=world_size,
-                is_pinned=is_pinned,
-            )
-            self._run_on_all(step, commit if is_first else None)
-        except BaseException:
-            committer.discard(step, name)
-            raise
-
-    def _run_on_all(
-        self, step: int, act: Callable[[], DataFile | None] | None, note: str = ""
-    ) -> tuple[tuple[DataFile, ...], list[str]]:
-        """Run `act` on each rank that has one. Return the files and the notes of all ranks.
-
-        Raises:
-            CheckpointError: one of the ranks failed. It is raised on all of them.
-        """
-
-        def run() -> tuple[tuple[str, int, int] | None, str]:
-            file = act() if act else None
-            return (attrs.astuple(file) if file else None), note
-
-        if self._peers is None:
-            rows = [run()]
-        else:
-            rows = self._peers.gather_results(run, f"could not save step {step}")
-        return tuple(DataFile(*row) for row, _ in rows if row), [note for _, note in rows]
+def part_name(part: int | None) -> str:
+    """Return the name of the data file of a part, or of a state that is the same on all ranks."""
+    return "state.safetensors" if part is None else f"part-{part:05d}.safetensors"

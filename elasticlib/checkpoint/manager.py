@@ -1,19 +1,20 @@
 """The CheckpointManager: saves, restores and keeps snapshots of the training state of a job.
 
 `save` copies the state into memory that is reused, and a thread writes the copy while the training
-continues. This module coordinates the calls of a rank. `commit` writes checkpoints, `catalog` reads
-them, `save_handle` runs the writer and reports results, and `restore` agrees on what is restored.
+continues. This module coordinates the calls of a rank. `writer` is that thread, `save_handle`
+reports results, `commit` writes checkpoints, `catalog` reads them, and `restore` agrees on what is
+restored.
 """
 
 from __future__ import annotations
 
-import _thread
-import atexit
 import contextlib
 import logging
+import math
 import os
 import secrets
 import socket
+import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -26,32 +27,45 @@ import torch
 import torch.distributed as dist
 
 from ..clock import monotonic
-from ..errors import CheckpointError, ConfigError
-from ..threads import CallRejectedError, ExclusiveCall, daemon_thread
+from ..codec import from_json, to_json
+from ..errors import CheckpointError, ConfigError, require_not_none
+from ..threads import CallRejectedError, SingleCall
 from ..workers.context import context
-from .catalog import CheckpointCatalog, Retention, Selection, check_step
+from .catalog import CheckpointCatalog
 from .collectives import PeerGroup
-from .commit import Committer, NotWritableError, RankWriters, WriterIdentity
+from .commit import Committer, Selection
 from .pack import LayoutCache, PackImage
 from .per_rank import MissingValue, RankValueEncoder, read_names
-from .rank_digests import DigestCache, PartComparison, RankComparison, StateDigest
+from .rank_digests import DigestCache, PartComparison, RankComparison
+from .refs import (
+    MAX_BRANCHES_IN_HEADER,
+    MEMORY,
+    KeepLast,
+    Line,
+    Retention,
+    StateRef,
+    Writer,
+    begin,
+    check_step,
+)
 from .reshard import has_own_rest, plan_part_layout
 from .restore import (
-    MEMORY,
     DiskSource,
     IfUnusable,
     RestoreAgreement,
     RestoreResult,
     StateSource,
     restore_from,
+    restore_numbers,
 )
 from .restore_plan import check_names
 from .save_handle import LocalSave, RemoteSave, SaveHandle, SaveResults, SkippedSave
 from .snapshot_slots import MappedSlot, SnapshotSlots
-from .snapshot_source import SnapshotSource, snapshot_location
+from .snapshot_source import SnapshotSource, snapshot_folder
 from .state_tree import FlatState, flatten, reject_state_dicts
 from .storage import CheckpointStorage, FsspecStorage, LocalStorage, open_storage, resolve_location
 from .tensor_layout import MapLocation
+from .writer import RankWriters, WriterThread
 
 log = logging.getLogger("elasticlib.checkpoint")
 
@@ -71,7 +85,7 @@ class RankInfo:
     local_rank: int  # among the ranks of this node
     world_size: int
     host: str
-    writer: WriterIdentity
+    writer: Writer  # before any restore
 
     @classmethod
     def of_this_process(
@@ -79,13 +93,13 @@ class RankInfo:
     ) -> RankInfo:
         """Read the ranks from the process group, or else from the launcher's environment.
 
-        Under a launcher other than elasticrun, or under none, each process is a launch of its own.
+        Under a launcher other than elasticrun, or under none, each manager is a launch of its own.
 
         Args:
             group: the ranks that share the state. The default is the default group.
             local_rank: overrides the launcher's local rank.
         """
-        environment, host, token = os.environ, socket.gethostname(), secrets.token_hex(8)
+        environment, host = os.environ, socket.gethostname()
         has_group = dist.is_available() and dist.is_initialized()
         rank = dist.get_rank(group) if has_group else int(environment.get("RANK", "0"))
         if local_rank is None:
@@ -94,35 +108,37 @@ class RankInfo:
         world_size = int(environment.get("WORLD_SIZE", "1"))
         if has_group:
             world_size = dist.get_world_size(group)
-        writer = WriterIdentity(
-            run_id=environment.get("TORCHELASTIC_RUN_ID", ""),
-            incarnation=environment.get("ELASTICLIB_INCARNATION", "") or token,
+        incarnation = environment.get("ELASTICLIB_INCARNATION", "")
+        writer = Writer(
+            run=environment.get("TORCHELASTIC_RUN_ID", ""),
+            incarnation=incarnation or secrets.token_hex(8),
             generation=int(environment.get("ELASTICLIB_GENERATION", "0")),
-            token=token,
+            is_launched=bool(incarnation),
             label=f"process {os.getpid()} on {host}",
         )
         return cls(rank, local_rank, world_size, host, writer)
 
 
 @attrs.frozen
-class _SaveCall:
-    """The arguments of one call of `save`."""
+class _SaveOptions:
+    """The options of a call of `save`."""
 
-    step: int
-    state: object
-    started_at: float  # by `monotonic`
     is_pinned: bool
     may_skip: bool
     is_snapshot: bool
+    metrics: Mapping[str, float]
 
 
 class CheckpointManager:
     """The checkpoints in one directory, as one rank of a job saves and restores them.
 
     All ranks make the same calls. A state that is the same on all ranks is written by rank 0. If
-    the state has sharded tensors (DTensors, as in FSDP2), each rank writes its part. The retention
-    rule keeps the newest checkpoints (`keep_last`), multiples of a step (`keep_every`), and those
-    that were saved with `pin=True`.
+    the state has sharded tensors (DTensors, as in FSDP2), each rank writes its part. A rule, which
+    keeps the newest checkpoints by default, and pins decide which checkpoints stay.
+
+    The first save or snapshot after a restore begins a branch: the states that were saved after the
+    restored one are abandoned. They are restored only if their step is given. They are deleted when
+    as many checkpoints were saved after the restore as `Retention.last` of the rule says.
 
     Calls from several threads need a lock of the caller. The manager belongs to the process that
     created it: in a forked process, `wait` and `close` do nothing, and `save` raises.
@@ -132,8 +148,8 @@ class CheckpointManager:
         self,
         folder: str | os.PathLike[str] | CheckpointStorage,
         *,
-        keep_last: int = 3,
-        keep_every: int = 0,
+        keep_last: int | None = None,
+        keep: Retention | None = None,
         group: dist.ProcessGroup | None = None,
         per_rank: Sequence[str] | Mapping[str, MissingValue | None] = (),
     ) -> None:
@@ -143,8 +159,11 @@ class CheckpointManager:
             folder: a path, an fsspec URL, or a storage of your own. All nodes must reach the same
                 directory, which belongs to the job. In a path, `~` is the home directory; a
                 relative path is one of the current working directory.
-            keep_last: how many of the newest checkpoints are kept.
-            keep_every: also keep steps that are a multiple of this; 0: none.
+            keep_last: how many of the newest checkpoints are kept. It stands for
+                `keep=KeepLast(keep_last)`.
+            keep: the rule that selects the checkpoints that are kept, such as
+                `any_of(KeepLast(3), KeepEvery(1000), KeepBest("loss"))`. The default is
+                `KeepLast(3)`.
             group: the ranks that share the state. The default is the default process group. Each
                 rank of a given group keeps snapshots.
             per_rank: names at the top level of the state whose values differ by rank, such as
@@ -155,26 +174,30 @@ class CheckpointManager:
                 given its number.
 
         Raises:
-            ConfigError: `keep_last`, `keep_every` or `per_rank` is invalid.
+            ConfigError: `keep_last`, `keep` or `per_rank` is invalid, or both of the first two are
+                given.
         """
         self.last_stall_s = 0.0
         """Seconds for which the last `save` or `snapshot` blocked the training."""
-        self.last_durable_s: float | None = None
-        """Seconds from the call of the last finished save until it was durable, or None."""
         # The script may change its working directory before the first save.
         self._folder, self._group = resolve_location(folder), group
         self._name = folder.name if isinstance(folder, CheckpointStorage) else os.fspath(folder)
-        self._retention = Retention(keep_last, keep_every)
+        self._retention = _read_rule(keep_last, keep)
+        # The writer and the line of the states that are saved next; None before the first of them.
+        self._origin: tuple[Writer, Line] | None = None
+        self._has_base = False  # this manager has restored or saved a state
+        self._has_begun = False  # the directory is acquired for the branch of `_origin`, or will be
         self._per_rank = read_names(per_rank)
         self._rank_values = RankValueEncoder(self._per_rank)
         self._layouts, self._digests = LayoutCache(), DigestCache()
-        self._private_slots = SnapshotSlots(None)  # of saves, where no agent has memory for them
-        self._save_group: dist.ProcessGroup | None = None  # of the writer threads
-        self._copying = ExclusiveCall()  # a call that copies a state, or frees memory of copies
-        # The writer of this save reads its slot until it has finished. It is set before it starts.
-        self._last_save: LocalSave | None = None
+        self._writer = WriterThread(_report_saved)
+        # Memory of saves, where no agent has memory for them.
+        self._private_slots = SnapshotSlots(None, jobs=self._writer.jobs)
+        self._copying = SingleCall()  # a call that copies a state, or frees memory of copies
+        # Calls of `save` on this rank that were neither posted to the writer nor have failed.
+        self._open_calls: deque[LocalSave] = deque()
         self._remote_saves: deque[RemoteSave] = deque(maxlen=MAX_REMOTE_SAVES)
-        self._remove_end_callbacks: Callable[[], None] | None = None
+        self._remove_stop_callback: Callable[[], None] | None = None
         _free_when_dropped(self, self._private_slots)
         self._process = os.getpid()
         self._local_rank: int | None = None  # after a change of the group, see `on_group_changed`
@@ -191,12 +214,13 @@ class CheckpointManager:
         pin: bool = False,
         if_busy: IfBusy = "wait",
         snapshot: bool = False,
+        metrics: Mapping[str, float] | None = None,
     ) -> SaveHandle:
         """Save the state after a step. Return once it is copied and may be changed again.
 
         A thread writes the copy. If the previous save is still being written, the call waits for
-        it, or skips this save (see `if_busy`). A checkpoint of the same step is replaced once the
-        new one is complete.
+        it, or skips this save (see `if_busy`). A checkpoint of the same step counts no more once
+        the new one is complete.
 
         If no thread can be started, as in a function that `atexit` calls, the call returns when the
         checkpoint is durable.
@@ -209,8 +233,8 @@ class CheckpointManager:
             state: nested containers of tensors, NumPy arrays, plain values, and objects with
                 `state_dict` and `load_state_dict`; docs/reference/checkpoints.md lists the
                 types.
-            pin: never delete this checkpoint, independently of `keep_last` and `keep_every`, until
-                the same step is saved again without `pin`. All ranks give the same value.
+            pin: never delete this checkpoint, whatever the rule is, until `unpin`. All ranks give
+                the same value.
             if_busy: what to do while the previous save is still being written. "wait" waits for it.
                 "skip" saves nothing and returns at once a handle whose `is_skipped` is true. Rank 0
                 decides for all ranks, through the store of the process group. All ranks give the
@@ -219,6 +243,8 @@ class CheckpointManager:
                 save, and even if this save is skipped. A rank that does both copies the state once.
                 (The part of a sharded state is copied twice if a snapshot of it is larger, because
                 other ranks save elements that it also has.)
+            metrics: numbers for the rule `KeepBest`, such as the loss of a validation. Those of
+                rank 0 count.
 
         Returns:
             A handle that waits for the save and reports its failure.
@@ -227,23 +253,28 @@ class CheckpointManager:
             CheckpointError: the state cannot be saved; the previous save failed, no caller has
                 checked it, and this one was not started; another call of `save` or `snapshot` is
                 still copying a state, in another thread or in code that a signal handler has
-                interrupted; `if_busy` is "skip" and the ranks have no process group; or there is
-                no memory for the snapshot.
-            CheckpointFencedError: a newer generation or launch writes to the directory.
-            ConfigError: `if_busy` has another value.
+                interrupted; `if_busy` is "skip" and the ranks have no process group; there is no
+                memory for the snapshot; or the state is sharded and the call failed on any rank.
+            CheckpointFencedError: a newer generation or launch writes to the directory, or a job of
+                elasticrun does, and this process has no such launcher (see `claim`).
+            ConfigError: `if_busy` has another value, or `metrics` has a value that is no finite
+                number.
         """
         started_at = monotonic()
         check_step(step)
         if if_busy not in get_args(IfBusy):
             raise ConfigError(f'if_busy must be "wait" or "skip", got {if_busy!r}')
         self._check_open()
-        call = _SaveCall(step, state, started_at, bool(pin), if_busy == "skip", bool(snapshot))
+        options = _SaveOptions(bool(pin), if_busy == "skip", bool(snapshot), _check(metrics))
+        job = LocalSave(step, self._writer, _running_check(self._copying))
         try:
-            return self._copying.run(partial(self._save, call))
+            return self._copying.run(partial(self._save, job, state, options))
         except CallRejectedError:
-            error = self._concurrent_call_error(f"step {step} was not saved")
-            self._results.publish(self._results.next_number(), step, error)
-            raise error from None
+            job.fail(self._concurrent_call_error(f"step {step} was not saved"))
+            self._count_call(job)
+            if self.is_writer:
+                self._results.publish_failed_call(job)
+            raise require_not_none(job.call_error, "the error") from None
         finally:
             self.last_stall_s = monotonic() - started_at
 
@@ -269,89 +300,160 @@ class CheckpointManager:
         except CallRejectedError:
             raise self._concurrent_call_error(what) from None
 
-    def _save(self, call: _SaveCall) -> SaveHandle:
-        results, last_save, number = self._results, self._last_save, 0
+    def _save(self, job: LocalSave, state: object, options: _SaveOptions) -> SaveHandle:
+        self._count_call(job)
+        self._report_failed_calls(interrupted_before=job)
         try:
-            # All ranks count each call, even if it fails on one of them.
-            number = results.next_number()
-            if call.may_skip and self._is_skip_agreed(number, call.step):
-                if call.is_snapshot:
-                    self._keep_snapshot(call.step, self._flatten(call.state))
-                return SkippedSave(call.step)
-            return self._start_save(call, number)
+            return self._start_save(job, state, options)
         except BaseException as error:
-            if self._last_save is not None and self._last_save is not last_save:
-                self._last_save.start()  # The copy is complete, so it is written all the same.
-            elif number:
-                results.publish(number, call.step, error)
+            if job.is_copied and self._is_posted(job):
+                self._writer.start()  # The copy is complete, so it is written all the same.
+            else:
+                job.fail(error)
             raise
+        finally:
+            self._report_failed_calls()
 
-    def _is_skip_agreed(self, number: int, step: int) -> bool:
+    def _count_call(self, job: LocalSave) -> None:
+        """Count a call of `save`. From here on, the other ranks learn whether it fails here."""
+        self._open_calls.append(job)
+        self._results.count(job)
+
+    def _report_failed_calls(self, interrupted_before: object = None) -> None:
+        """Tell the other ranks which calls of `save` have failed on this rank, in their order.
+
+        Args:
+            interrupted_before: a call that runs now. Calls before it that have no result were
+                interrupted. If this is None, only calls that are known to have failed are reported.
+        """
+        while self._open_calls and (job := self._open_calls[0]) is not interrupted_before:
+            if job.call_error is None and not (job.is_copied and self._is_posted(job)):
+                if interrupted_before is None:
+                    break
+                job.fail(None)
+            if not self._is_posted(job):  # Otherwise the writer thread sees the error.
+                self._report_failed_call(job)
+            self._open_calls.popleft()
+
+    def _report_failed_call(self, job: LocalSave) -> None:
+        results = self._results
+        if results.is_shared and self.is_writer:
+            results.publish_failed_call(job)
+        elif results.is_shared and results.number_of(job):
+            # The other ranks may wait for this one, if the state is sharded.
+            job.was_checked = True  # The call has raised the error.
+            self._post(job, self._writers.write_part)
+
+    def _is_posted(self, job: LocalSave) -> bool:
+        return job in self._writer.jobs or job.is_finished
+
+    def _post(self, job: LocalSave, work: Callable[[LocalSave], None]) -> bool:
+        """Let the writer execute a job. Return False if this call has executed it."""
+        job.work, job.caller = work, threading.get_ident()
+        self._writer.jobs.append(job)
+        return self._writer.start()
+
+    def _is_skip_agreed(self, job: LocalSave) -> bool:
         """Return whether all ranks skip this save, because rank 0 still writes the previous one."""
-        is_busy = False
-        if (last := self._last_save) is not None:
-            last.start()  # An exception may have interrupted the call that should have started it.
-            is_busy = not last.done()
+        last = self._last_save
+        is_busy = last is not None and not last.done()
+        if is_busy:
+            self._writer.start()  # An exception may have interrupted the call that started it.
         if self._rank_info.world_size == 1:
             return is_busy
-        return self._results.agree_to_skip(number, step, is_busy=is_busy)
+        return self._results.agree_to_skip(job, is_busy=is_busy)
 
-    def _start_save(self, call: _SaveCall, number: int) -> SaveHandle:
+    def _start_save(self, job: LocalSave, state: object, options: _SaveOptions) -> SaveHandle:
         """Copy the state and start to write the copy, if this rank writes."""
-        step = call.step
-        if not call.is_snapshot:
+        step, self._has_base = job.step, True
+        if options.may_skip and self._is_skip_agreed(job):
+            if options.is_snapshot:
+                self._keep_snapshot(step, self._flatten(state))
+            self._open_calls.remove(job)
+            return SkippedSave(step)
+        if not options.is_snapshot:
             self._check_last_save()
-        flat = self._flatten(call.state)
-        kept = self._keep_snapshot(step, flat) if call.is_snapshot else None
+        flat = self._flatten(state)
+        job.is_sharded, job.is_pinned = flat.has_parts, options.is_pinned
+        job.metrics = options.metrics
+        kept = self._keep_snapshot(step, flat) if options.is_snapshot else None
         self._check_last_save()
         self._check_remote_saves()
-        exchange = self._results.digests
+        exchange, number = self._results.digests, self._results.number_of(job)
         digest = self._digests.digest(flat) if exchange.is_needed else None
         if not flat.has_parts and not self.is_writer:
-            return self._expect_save(step, number, digest)
-        comparison: RankComparison | PartComparison | None = None
+            if digest is not None:
+                exchange.put(number, digest)
+            remote = RemoteSave(step, number, self._results, self._catalog, digest)
+            self._remote_saves.append(remote)
+            self._open_calls.remove(job)
+            return remote
         if flat.has_parts:
-            comparison = PartComparison(step, None if has_own_rest(flat) else digest)
+            job.comparison = PartComparison(step, None if has_own_rest(flat) else digest)
         elif digest is not None:
             exchange.put(number, digest)
-            comparison = RankComparison(exchange, number, step, digest)
-        writers = self._all_ranks if flat.has_parts else self._this_rank
-        if self._remove_end_callbacks is None:
-            self._call_at_the_end()
-        image, slot = self._copy_for_save(step, flat, writers, kept)
-        data, world_size = slot.view(image.size), self._rank_info.world_size
-        write = partial(
-            writers.write,
-            step,
-            data,
-            world_size,
-            is_pinned=call.is_pinned,
-            comparison=comparison,
-        )
-        publish = partial(self._results.publish, number, step)
-        write_and_publish = partial(
-            self._write, write, publish, self._committer, (step, call.started_at), comparison
-        )
-        rest = comparison if isinstance(comparison, RankComparison) else None
-        save = LocalSave(step, write_and_publish, rest)
-        # One line, because an exception of a signal handler may arrive before each line. A save
-        # that reserves a slot is always started.
-        self._last_save = slot.save = save
-        save.start()
+            job.comparison = RankComparison(exchange, number, step, digest)
+        self._wait_at_a_stop()
+        self._copy_and_post(job, flat, kept)
+        self._open_calls.remove(job)
         if self._snapshots is not None:
             self._snapshots.prepare_next()
-        if not save.in_background:
-            save.wait()  # No other call may follow that could raise its failure.
-        return save
+        return job
 
-    def _expect_save(self, step: int, number: int, digest: StateDigest | None) -> RemoteSave:
-        """Return the handle of a save that rank 0 writes, and publish this rank's digest."""
-        results = self._results
-        if digest is not None:
-            results.digests.put(number, digest)
-        remote = RemoteSave(step, number, results, self._catalog, digest)
-        self._remote_saves.append(remote)
-        return remote
+    def _copy_and_post(
+        self, job: LocalSave, flat: FlatState, kept: tuple[PackImage, MappedSlot] | None
+    ) -> None:
+        """Copy the state, unless its snapshot can be written, and let the writer write the copy.
+
+        All ranks agree to save a sharded state before they copy it.
+
+        Args:
+            job: the save.
+            flat: the state.
+            kept: the pack and the slot of the snapshot of this step, if there is one.
+        """
+        image = self._plan_image(job.step, flat)
+        memory = self._private_slots if self._snapshots is None else self._snapshots.slots
+        if kept is not None and kept[0].size - image.size <= MAX_REDUNDANT_BYTES:
+            image, job.slot = kept
+        elif not flat.has_parts:
+            job.slot = memory.copy(image)
+        else:
+            slot = job.slot = memory.take(image.size)
+
+            def copy() -> None:
+                image.copy_to_slot(slot)
+                memory.complete(slot)
+                job.give(slot.view(image.size))
+
+            job.copy = copy
+            self._agree_and_copy(job)
+            return
+        job.give(job.slot.view(image.size))
+        if flat.has_parts:
+            self._agree_and_copy(job)
+        elif not self._post(job, self._writers.write_whole):
+            job.wait()  # No other call may follow that could raise its failure.
+
+    def _agree_and_copy(self, job: LocalSave) -> None:
+        if self._rank_info.world_size > 1 and not self._results.is_shared:
+            raise CheckpointError(
+                "values are saved by rank, which needs a process group of all "
+                f"{self._rank_info.world_size} ranks: call torch.distributed.init_process_group"
+            )
+        is_in_background = self._post(job, self._writers.write_part)
+        job.wait_for_agreement()
+        if not (job.is_agreed and is_in_background):
+            job.wait()
+        elif not job.is_copied:
+            job.copy()
+
+    def _plan_image(self, step: int, flat: FlatState) -> PackImage:
+        if not flat.has_parts:
+            return self._layouts.plan(flat, {"step": step})
+        return plan_part_layout(
+            self._layouts, step, flat, has_rest=self.is_writer, has_copies=False
+        )
 
     def _check_remote_saves(self) -> None:
         """Raise an error if it is known that ranks have given different states to a save."""
@@ -366,88 +468,17 @@ class CheckpointManager:
             if save.has_succeeded:  # `wait` reports any other failure.
                 self._remote_saves.remove(save)
 
-    def _call_at_the_end(self) -> None:
-        """Wait for the last save before this process stops, and log its failure at the exit.
+    def _wait_at_a_stop(self) -> None:
+        """Wait for the last save before this process stops, if the script keeps the manager."""
+        if self._remove_stop_callback is None:
+            wait = WeakMethod(self._wait_for_write)
 
-        The references are weak, and the memory is freed if the script drops the manager without
-        `close`. A save that is being written keeps the manager.
-        """
-        wait, log_failure = WeakMethod(self._wait_for_write), WeakMethod(self._log_unseen_failure)
+            def call() -> None:
+                if (bound := wait()) is not None:
+                    bound()
 
-        def call(method: WeakMethod[Callable[[], None]]) -> None:
-            if (bound := method()) is not None:
-                bound()
-
-        at_exit = partial(call, log_failure)
-        atexit.register(at_exit)
-        remove_stop_callback = context().on_stop(partial(call, wait))
-
-        def remove() -> None:
-            atexit.unregister(at_exit)
-            remove_stop_callback()
-
-        self._remove_end_callbacks = remove
-        finalize(self, remove).atexit = False
-
-    def _copy_for_save(
-        self,
-        step: int,
-        flat: FlatState,
-        writers: RankWriters,
-        kept: tuple[PackImage, MappedSlot] | None,
-    ) -> tuple[PackImage, MappedSlot]:
-        """Copy the state to a slot, unless the copy of its snapshot can be written to the disk.
-
-        Args:
-            step: the step.
-            flat: the state.
-            writers: the ranks that write the state.
-            kept: the pack and the slot of the snapshot of this step, if there is one.
-
-        Returns:
-            The pack to write to the disk, and the slot that contains its copy.
-        """
-        if flat.has_parts:
-            has_rest = writers.rank == 0
-            image = plan_part_layout(self._layouts, step, flat, has_rest=has_rest, has_copies=False)
-        else:
-            image = self._layouts.plan(flat, {"step": step})
-        if kept is not None and kept[0].size - image.size <= MAX_REDUNDANT_BYTES:
-            return kept
-        if self._snapshots is not None:
-            return image, self._snapshots.copy_for_save(image)
-        return image, self._private_slots.copy(image)
-
-    def _write(
-        self,
-        write: Callable[[], None],
-        publish: Callable[..., None],
-        committer: Committer,
-        started: tuple[int, float],
-        comparison: RankComparison | PartComparison | None,
-    ) -> None:
-        """Write a checkpoint and publish the result. This runs in the writer thread.
-
-        Args:
-            write: writes and commits the checkpoint.
-            publish: publishes the result, given the error if there is one.
-            committer: the committer that `write` uses. `self._committer` may be another one by now,
-                because the process group has changed.
-            started: the step, and the start of the call of `save` by `monotonic`.
-            comparison: the comparison with the states of other ranks, if this rank makes one.
-        """
-        step, started_at = started
-        try:
-            write()
-        except BaseException as error:
-            publish(error)
-            raise
-        publish(is_compared=not isinstance(comparison, RankComparison) or comparison.is_complete)
-        # Where another rank commits, the commit has happened just before this.
-        committed_at = committer.committed_at
-        finished_at = committed_at if committed_at > started_at else monotonic()
-        self.last_durable_s = finished_at - started_at
-        context().report_saved(step)
+            self._remove_stop_callback = context().on_stop(call)
+            finalize(self, self._remove_stop_callback).atexit = False
 
     def snapshot(self, step: int, state: object) -> bool:
         """Keep the state after a step in memory of this node's agent, which outlives this process.
@@ -490,10 +521,27 @@ class CheckpointManager:
 
     def _keep_snapshot(self, step: int, flat: FlatState) -> tuple[PackImage, MappedSlot] | None:
         """Keep a snapshot. Return its pack and its slot, or None if this rank keeps none."""
+        self._has_base = True
         kept = None if self._snapshots is None else self._snapshots.keep_state(step, flat)
         if kept is not None:
             context().report_snapshot(step)
+            if not self._has_begun and self.is_writer:
+                # The directory must tell the next start which state this branch continues, if the
+                # memory of all nodes is lost. Nothing waits for this.
+                self._has_begun = True
+                self._writer.claim(self._claim_or_warn)
         return kept
+
+    def _claim_or_warn(self) -> None:
+        """Acquire the directory for the snapshots of a new branch, in the writer thread."""
+        try:
+            self._committer.claim()
+        except CheckpointError as error:
+            log.warning(
+                "%s. Snapshots go on. But if the memory of all nodes is lost before a checkpoint "
+                "is saved, the next start continues what was saved before this job",
+                error,
+            )
 
     def on_group_changed(self, local_rank: int) -> None:
         """Forget what depends on the members of the process group, after they were replaced.
@@ -506,37 +554,61 @@ class CheckpointManager:
         was_writer = "_rank_info" in vars(self) and self.is_writer
         self._local_rank = local_rank
         snapshots = vars(self).pop("_snapshots", None)
-        for name in ("_rank_info", "_committer", "_this_rank", "_all_ranks", "_results"):
+        if (results := vars(self).get("_results")) is not None:
+            results.is_cancelled = True
+        for name in ("_rank_info", "_committer", "_writers", "_results"):
             vars(self).pop(name, None)
         if snapshots is not None:
             self._run_exclusively("the memory of snapshots is not freed", snapshots.close)
-        if self._save_group is not None:
-            # A save of all ranks may have lost some of them.
-            self._log_unseen_failure()
-            with contextlib.suppress(RuntimeError, ValueError):
-                dist.destroy_process_group(self._save_group)
-            self._save_group = None
+        last = self._last_save
+        if last is not None and last.is_sharded:
+            self._log_unseen_failure()  # A save of all ranks may have lost some of them.
         elif was_writer and not self.is_writer:
             self._wait_for_write()  # before the new writer acquires the fence
+        self._open_calls.clear()
         self._remote_saves.clear()
 
-    def on_state_broadcast(self, step: int, state: dict[str, Any], source: int) -> None:
-        """Adapt this rank's snapshots to a state that all ranks have received.
+    def on_state_broadcast(
+        self, step: int, state: dict[str, Any], source: int, peers: PeerGroup, *, keep: bool = True
+    ) -> None:
+        """Begin a branch with a state that a member of the process group has sent to the others.
 
-        Snapshots of later steps from earlier attempts are freed. A node without a snapshot of the
-        step keeps one.
+        All members call it. With `keep`, a node without a snapshot of the state keeps one.
 
         Args:
             step: the step of the state.
             state: the state.
             source: the rank that sent it.
+            peers: the members.
+            keep: whether the job keeps snapshots.
         """
-        if (snapshots := self._snapshots) is not None:
-            agreed = RestoreAgreement(step, MEMORY, source, self._rank_info.rank)
+        _, line = self._current_origin
+        if len(line) > MAX_BRANCHES_IN_HEADER:
+            # Each regroup adds a branch. Those without a state are not needed any more.
+            refs = [
+                *self._catalog.list_refs(),
+                *(self._snapshots.list_states() if self._snapshots else ()),
+            ]
+            named = {ref.branch for ref in refs}
+            line = tuple(b for b in line if b.id in named or b is line[-1])
+        number = next(restore_numbers)
+        rows = peers.all_gather_json([number, to_json(StateRef(line[-1].id, step, line=line))])
+        base = from_json(StateRef, rows[source][1])
+        writer = attrs.evolve(self._rank_info.writer, number=rows[0][0])
+        self._begin(writer, begin(base, writer))
+        if (snapshots := self._snapshots) is not None and keep:
+            agreed = RestoreAgreement(
+                attrs.evolve(base, tier=MEMORY, name=snapshots.name), source, self._rank_info.rank
+            )
             self._run_exclusively(
                 f"step {step} is not kept",
-                partial(snapshots.adopt_restored_step, agreed, state),
+                partial(snapshots.adopt_restored_state, agreed, state),
             )
+
+    @property
+    def last_durable_s(self) -> float | None:
+        """Seconds from the call of the last finished save until it was durable, or None."""
+        return self._writer.last_durable_s
 
     @property
     def per_rank(self) -> tuple[str, ...]:
@@ -549,19 +621,21 @@ class CheckpointManager:
         return self._rank_info.rank == 0
 
     def claim(self) -> None:
-        """Acquire the directory for this generation, if this rank writes.
+        """Acquire the directory for this process, if this rank writes.
 
-        Older generations and launches cannot commit any more. `restore` and the first `save` do
-        this, too.
+        Other generations and launches cannot commit any more, not even a job of elasticrun that
+        this process does not belong to. The first `save` or `snapshot` acquires the directory, too,
+        but not from such a job.
 
         Raises:
-            CheckpointFencedError: a newer generation or launch has the directory.
+            CheckpointFencedError: a newer generation has the directory, or another launch has taken
+                it from this one.
             CheckpointError: the disk failed.
         """
         self._check_open()
         if self.is_writer:
             self._wait_for_write()
-            self._committer.claim()
+            self._committer.take_over()
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until all saves of this manager are durable, whichever rank writes them.
@@ -579,9 +653,11 @@ class CheckpointManager:
         if self._is_fork:
             return
         deadline = None if timeout is None else monotonic() + timeout
-        saves = [save for save in (self._last_save, *self._remote_saves) if save is not None]
-        if self._last_save is not None:
-            self._last_save.find_late_difference()
+        self._report_interrupted_calls()
+        last_save = self._last_save
+        saves = [save for save in (last_save, *self._remote_saves) if save is not None]
+        if last_save is not None:
+            last_save.find_late_difference()
         try:
             for save in saves:
                 if not save.was_checked:
@@ -611,17 +687,14 @@ class CheckpointManager:
             self.wait()
         finally:
             # If the wait was interrupted, the writer still needs the resources.
-            if self._last_save is None or self._last_save.done():
+            if not self._writer.jobs:
                 self._release()
 
     def _release(self) -> None:
-        if self._remove_end_callbacks is not None:
-            self._remove_end_callbacks()
+        if self._remove_stop_callback is not None:
+            self._remove_stop_callback()
         self._run_exclusively("the memory of copies is not freed", self._free_slots)
-        vars(self).pop("_all_ranks", None)  # It has connections to the other ranks.
-        group, self._save_group = self._save_group, None
-        if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)
+        vars(self).pop("_writers", None)  # It has connections to the other ranks.
         self._is_released = True
 
     def _free_slots(self) -> None:
@@ -639,16 +712,33 @@ class CheckpointManager:
             self._remote_saves.clear()
         self.close()
 
+    @property
+    def _last_save(self) -> LocalSave | None:
+        """The last save that was posted to the writer. It may be finished."""
+        try:
+            return self._writer.jobs[-1]
+        except IndexError:
+            return self._writer.last
+
     def _check_last_save(self) -> None:
         """Wait for this rank's last save. Raise its failure, unless a caller has checked it."""
         last = self._last_save
-        if last is not None and (not last.was_checked or last.find_late_difference()):
-            last.wait()
+        if last is not None:
+            last.settle()
+            if last.unseen_failure() is not None:
+                last.wait()
 
     def _wait_for_write(self) -> None:
         """Wait for this rank's last save. A failure is kept for `wait`."""
-        if self._last_save is not None:
-            self._last_save.settle()
+        self._report_interrupted_calls()
+        if (last := self._last_save) is not None:
+            last.settle()
+
+    def _report_interrupted_calls(self) -> None:
+        """Tell the other ranks about calls of `save` that an exception has interrupted anywhere."""
+        if self._open_calls and not (self._is_fork or self._copying.is_running):
+            with contextlib.suppress(CallRejectedError):
+                self._copying.run(partial(self._report_failed_calls, interrupted_before=self))
 
     def _log_unseen_failure(self) -> None:
         """Wait for this rank's last save, and log a failure, because no other call follows."""
@@ -663,7 +753,7 @@ class CheckpointManager:
     def restore(
         self,
         state: dict[str, Any],
-        step: int | None = None,
+        step: int | str | None = None,
         *,
         strict: bool = True,
         if_unusable: IfUnusable = "raise",
@@ -673,21 +763,24 @@ class CheckpointManager:
 
         All ranks call it. Snapshots and checkpoints of all nodes count: a state that only one node
         has is sent to the others in chunks. All ranks skip a state that is damaged, and the result
-        gives the reason. Earlier generations cannot commit to the directory any more. If the
-        directory cannot be written, a warning is logged.
+        gives the reason. The call writes nothing into the directory; if the newest state came from
+        another node's memory, this node keeps a snapshot of it. What is saved or snapshotted next
+        continues the restored state, and abandons the states after it.
 
         Args:
             state: a dict of names to objects with `state_dict` and `load_state_dict`, containers
                 and tensors, as they were saved. They are changed in place, see
                 `restore.restore_from`.
-            step: restore this step and no other. Newer steps are not deleted, and the next
-                `restore` without a step uses the newest one. The first snapshot after this call
-                replaces the newer steps that are only in memory.
+            step: restore this step and no other. The next `save` or `snapshot` abandons the newer
+                steps; before that, a `restore` without a step finds the newest one. A step
+                that the job has abandoned can be given, or the name of its folder, if there are
+                several of the step.
             strict: whether it is an error if only the state, or only the checkpoint, has a name.
                 If false, such names are ignored.
-            if_unusable: what to do if there are checkpoints, all of them are damaged, and `step` is
-                not given. "raise" raises CheckpointCorruptError, so that no training starts from
-                the beginning unnoticed and replaces them. "start_over" restores nothing.
+            if_unusable: what to do if there are checkpoints, all that the job has not abandoned are
+                damaged, there is no snapshot, and `step` is not given. "raise" raises
+                CheckpointCorruptError, so that no training starts from the beginning unnoticed and
+                replaces them. "start_over" restores nothing.
             allow_cast: convert tensors of floating types that were saved with another floating type
                 than those of `state`, such as float32 to bfloat16. Otherwise another dtype is an
                 error. Other types are never converted.
@@ -699,11 +792,12 @@ class CheckpointManager:
         Raises:
             FileNotFoundError: no rank has `step`; the message names the steps that this rank has.
             StateMismatchError: the saved state does not fit.
-            CheckpointError: a state could not be read or loaded, `step` is damaged, or a newer
-                generation or launch has the directory. An error on one rank is raised on all.
+            CheckpointCorruptError: see `if_unusable`.
+            CheckpointError: a state could not be read or loaded, or `step` is damaged. An error on
+                one rank is raised on all.
         """
         self._check_open()
-        if step is not None:
+        if step is not None and not isinstance(step, str):
             check_step(step)
         started_at = monotonic()
         context().report_starting()
@@ -713,27 +807,31 @@ class CheckpointManager:
                 f"restore needs a process group of all {rank_info.world_size} ranks: call "
                 "torch.distributed.init_process_group first"
             )
-        # `restore_from` calls the claim before it lists checkpoints, and raises a failure of one
-        # rank on all ranks.
-        disk = DiskSource(self._catalog, self._claim_or_warn)
+        self._wait_for_write()
+        disk = DiskSource(self._catalog, self._memory_name)
         sources = [disk] if snapshots is None else [snapshots, disk]
         # Ranks that share the memory of an agent are on one node.
         node = rank_info.host if snapshots is None else f"{rank_info.host}:{snapshots.folder}"
         names = check_names(state)
         reject_state_dicts(names)
         options: Any = {"strict": strict, "if_unusable": if_unusable, "allow_cast": allow_cast}
-        options |= {"step": step, "per_rank": self._per_rank}
+        options |= {"step": step, "per_rank": self._per_rank, "launch": rank_info.writer.launch}
         # A script that restores in inference mode can train on the state all the same.
         with torch.inference_mode(mode=False):
             agreed = restore_from(sources, names, self._group, node=node, **options)
         result = RestoreResult(agreed.step, agreed.source, agreed.skipped)
         if step is not None and not result:
             raise self._missing_step_error(step, result, sources)
-        # The snapshot of a part, or of a step that the caller has chosen, would replace later ones.
+        # The restore of a part does not change what this manager continues.
+        if agreed.is_complete or not self._has_base:
+            writer = attrs.evolve(rank_info.writer, number=agreed.number)
+            self._begin(writer, begin(agreed.base, writer, agreed.with_states))
+            self._has_base = True
+        # A snapshot of a part is not complete, and one of a chosen step would begin a branch.
         if snapshots is not None and agreed.is_complete and step is None:
             self._run_exclusively(
                 f"step {agreed.step} is not kept",
-                partial(snapshots.adopt_restored_step, agreed, names),
+                partial(snapshots.adopt_restored_state, agreed, names),
             )
         if result:
             seconds = monotonic() - started_at
@@ -741,18 +839,26 @@ class CheckpointManager:
         return result
 
     def _missing_step_error(
-        self, step: int, result: RestoreResult, sources: Sequence[StateSource]
+        self, step: int | str, result: RestoreResult, sources: Sequence[StateSource]
     ) -> Exception:
         """Return the error for a given step that was not restored."""
         if result.skipped:
             return CheckpointError(f"step {step} cannot be restored: {'; '.join(result.skipped)}")
-        steps = sorted({stored.step for source in sources for stored in source.list_states()})
+        steps = sorted({ref.step for source in sources for ref in source.list_states()})
         others = f"there are {', '.join(map(str, steps))}" if steps else "there is no other step"
         return FileNotFoundError(f"there is no step {step} in {self._name} or in memory; {others}")
 
+    def _begin(self, writer: Writer, line: Line) -> None:
+        """Begin another branch with the next save or snapshot."""
+        self._origin, self._has_begun = (writer, line), False
+        if "_committer" in vars(self):
+            self._committer.begin(writer, line)
+        if self._snapshots is not None:
+            self._snapshots.begin(writer, line)
+
     def load(
         self,
-        step: int | None = None,
+        step: int | str | None = None,
         *,
         like: object = None,
         map_location: MapLocation = "cpu",
@@ -763,7 +869,8 @@ class CheckpointManager:
         `skipped` give the reason. A newer checkpoint that cannot be read is an error.
 
         Args:
-            step: the step to load. The default is the newest intact checkpoint.
+            step: the step to load, or the name of its folder. The default is the newest intact
+                checkpoint that the job has not abandoned.
             like: for a sharded state: a state with sharded tensors (or objects that have them) in
                 the same places. The result is sharded as they are, on any number of ranks. It is
                 not changed. Without it, the result has full tensors.
@@ -792,19 +899,38 @@ class CheckpointManager:
         return self._catalog.latest()
 
     def steps(self, *, pinned_only: bool = False) -> list[int]:
-        """Return the steps of all checkpoints in order, judged only by manifests and sizes.
+        """Return the steps of the checkpoints in order, judged only by manifests and sizes.
+
+        Steps that the job has abandoned are left out; `elasticlib checkpoints` lists them.
 
         Args:
-            pinned_only: return only those that were saved with `pin=True`.
+            pinned_only: return only those that are pinned.
         """
-        entries = [entry for entry in self._catalog.list_entries() if entry.manifest]
-        return sorted(entry.step for entry in entries if entry.is_pinned or not pinned_only)
+        refs = [ref for ref in self._catalog.live_refs() if ref.is_usable]
+        return sorted({ref.step for ref in refs if ref.is_pinned or not pinned_only})
 
-    def verify(self, step: int | None = None) -> dict[int, str]:
+    def path(self, step: int | str) -> str:
+        """Return the path or URL of the folder of a checkpoint.
+
+        Raises:
+            FileNotFoundError: there is no checkpoint of `step`.
+            CheckpointError: the storage cannot be read.
+        """
+        return f"{self._catalog.storage.name}/{self._catalog.find(step).place}"
+
+    def pin(self, step: int | str) -> None:
+        """Protect a checkpoint from deletion, until `unpin`. Raise as `path`."""
+        self._committer.pin(self._catalog.find(step), pin=True)
+
+    def unpin(self, step: int | str) -> None:
+        """Let the retention rule decide on a checkpoint again. Raise as `path`."""
+        self._committer.pin(self._catalog.find(step), pin=False)
+
+    def verify(self, step: int | str | None = None) -> dict[int, str]:
         """Read every byte of one checkpoint, or of all.
 
         Args:
-            step: the checkpoint's step. The default is all checkpoints.
+            step: the checkpoint's step or folder. The default is all checkpoints.
 
         Returns:
             A description of the damage, or of the error of reading, by step. Intact checkpoints are
@@ -836,18 +962,6 @@ class CheckpointManager:
             return Selection((), (), "rank 0 prunes")
         return self._committer.prune()
 
-    def _claim_or_warn(self) -> None:
-        """Claim the directory. Only warn if it cannot be written and there is a state to restore.
-
-        A snapshot may be newer than all checkpoints, and the script may only want to read.
-        """
-        try:
-            self.claim()
-        except NotWritableError as error:
-            if not self.steps() and not (self._snapshots and self._snapshots.list_states()):
-                raise
-            log.warning("%s: checkpoints can be read, but nothing can be saved", error)
-
     # -- parts, which are created when they are first used ---------------------------------------
 
     @cached_property
@@ -860,29 +974,32 @@ class CheckpointManager:
 
     @cached_property
     def _committer(self) -> Committer:
-        return Committer(self._catalog, self._rank_info.writer, self._retention)
+        return Committer(self._catalog, *self._current_origin, self._retention, self._note_claim)
+
+    @property
+    def _current_origin(self) -> tuple[Writer, Line]:
+        if self._origin is None:
+            writer = self._rank_info.writer
+            self._origin = (writer, begin(None, writer))
+        return self._origin
+
+    def _note_claim(self) -> None:
+        """Tell the agent which directory to release when the job has ended."""
+        storage, folder = self._catalog.storage, snapshot_folder()
+        if folder is not None and isinstance(storage, LocalStorage | FsspecStorage):
+            name = f"claimed.{zlib.crc32(os.fsencode(storage.name)):08x}"
+            with contextlib.suppress(OSError), open(os.path.join(folder, name), "wb") as file:
+                file.write(os.fsencode(storage.name))
+
+    @property
+    def _memory_name(self) -> str:
+        """The name of the states in the agent's memory: several managers have different ones."""
+        return f"state-{zlib.crc32(os.fsencode(self._name)):08x}"
 
     @cached_property
-    def _this_rank(self) -> RankWriters:
-        return RankWriters(self._committer)
-
-    @cached_property
-    def _all_ranks(self) -> RankWriters:
-        if not dist.is_initialized():
-            if self._rank_info.world_size > 1:
-                raise CheckpointError(
-                    "values are saved by rank, which needs a process group of all "
-                    f"{self._rank_info.world_size} ranks: call torch.distributed.init_process_group"
-                )
-            return RankWriters(self._committer, PeerGroup())
-        if self._group is None:
-            self._save_group = dist.new_group(backend="gloo")
-            return RankWriters(self._committer, PeerGroup(self._save_group))
-        rank_info, results = self._rank_info, self._results
-        peers = PeerGroup.connect(
-            results.store, results.next_group_name(), rank_info.rank, rank_info.world_size
-        )
-        return RankWriters(self._committer, peers)
+    def _writers(self) -> RankWriters:
+        rank_info = self._rank_info
+        return RankWriters(self._committer, self._results, rank_info.rank, rank_info.world_size)
 
     @cached_property
     def _results(self) -> SaveResults:
@@ -900,20 +1017,23 @@ class CheckpointManager:
     @cached_property
     def _snapshots(self) -> SnapshotSource | None:
         """The snapshots in the agent's memory, or None if no agent of elasticlib runs."""
-        location, rank_info, storage = snapshot_location(), self._rank_info, self._catalog.storage
-        if location is None:
+        attempt, rank_info, storage = snapshot_folder(), self._rank_info, self._catalog.storage
+        if attempt is None:
             return None
+        writer, line = self._current_origin
         source = SnapshotSource(
-            location,
-            # Several managers of one program have different snapshots.
-            name=f"state-{zlib.crc32(os.fsencode(self._name)):08x}",
+            attempt,
+            writer,
+            name=self._memory_name,
             rank=rank_info.rank,
             world_size=rank_info.world_size,
             writes=self._group is not None or rank_info.local_rank == 0,
             # An agent cannot write to a storage that the caller has defined.
             folder=storage.name if isinstance(storage, LocalStorage | FsspecStorage) else "",
             layouts=self._layouts,
+            thread=self._writer,
         )
+        source.begin(writer, line)
         _free_when_dropped(self, source)
         return source
 
@@ -931,16 +1051,50 @@ class CheckpointManager:
             )
 
 
+def _read_rule(keep_last: int | None, keep: Retention | None) -> Retention:
+    if keep_last is not None and keep is not None:
+        raise ConfigError(
+            f"give keep_last={keep_last!r} or keep={keep!r}, not both: keep may be "
+            "any_of(KeepLast(3), ...)"
+        )
+    if keep is None:
+        return KeepLast(3 if keep_last is None else keep_last)
+    if not isinstance(keep, Retention):
+        raise ConfigError(f"keep must be a rule such as KeepLast(3), got {keep!r}")
+    return keep
+
+
+def _check(metrics: Mapping[str, float] | None) -> Mapping[str, float]:
+    """Return metrics as floats.
+
+    Raises:
+        ConfigError: a value is no finite number.
+    """
+    checked = {}
+    for name, value in (metrics or {}).items():
+        try:
+            checked[str(name)] = float(value)
+        except (TypeError, ValueError):
+            checked[str(name)] = math.nan
+        if not math.isfinite(checked[str(name)]):
+            raise ConfigError(f"metrics must be finite numbers, got {name!r}: {value!r:.80}")
+    return checked
+
+
+def _report_saved(step: int) -> None:
+    context().report_saved(step)
+
+
+def _running_check(call: SingleCall) -> Callable[[], bool]:
+    return lambda: call.is_running
+
+
 def _free_when_dropped(manager: CheckpointManager, memory: SnapshotSlots | SnapshotSource) -> None:
     """Free the copies of a manager that the script drops without `close`."""
     process = os.getpid()
 
     def free() -> None:
-        # The files belong to the process that created the manager. A thread frees them, because
-        # the garbage collector calls this in any thread, even in one that `close` waits for.
-        if os.getpid() == process:
-            thread = daemon_thread(memory.close, "elasticlib-free-copies")
-            with contextlib.suppress(RuntimeError):
-                _thread.start_new_thread(thread.start, ())
+        if os.getpid() == process:  # The files belong to the process that created the manager.
+            memory.free()
 
     finalize(manager, free).atexit = False

@@ -7,6 +7,10 @@ whose dimensions are in another order in memory (channels_last, transposed), or 
 safetensors does not know, is an entry of bytes, `NAME~storage`; its strides are restored. All other
 tensors (with gaps, expanded, overlapping, conjugated, negated) are saved as plain dense values.
 
+In a rank's part of a sharded state, a shard is an entry under the name of its tensor. If only some
+of the ranks have that tensor, its name is followed by `~mesh` and these ranks: the stages of a
+pipeline can have different tensors of one name, and no tool must take one for the other.
+
 A layout depends on the structure of the state, and on the dtypes, shapes, strides and devices of
 its tensors. `LayoutCache` reuses it, with views of the memory that is copied to, so that a snapshot
 in a training loop costs one walk over the state and one `torch._foreach_copy_`.
@@ -16,34 +20,34 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
+import itertools
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import attrs
 import torch
 
-from ..errors import CheckpointCorruptError, CheckpointError, require_not_none
+from ..errors import CheckpointCorruptError, CheckpointError
 from .safetensors_header import (
     ARRAY_DTYPES,
+    CRC_BYTES,
     DTYPES,
     PackEntry,
     PackHeader,
-    data_offset,
+    compact_json,
     encode_header,
-    encode_tree,
     order_entries,
     read_header,
+    state_capacity,
 )
 from .state_tree import (
     FlatState,
     StatePath,
+    TreeEncoding,
     decode_path,
     encode_path,
-    encode_plain_values,
     encode_structure,
-    encode_values,
     flatten,
     format_path,
     path_name,
@@ -66,6 +70,7 @@ if TYPE_CHECKING:
     from .snapshot_slots import MappedSlot
 
 _TensorKey: TypeAlias = tuple[torch.dtype, torch.Size, tuple[int, ...], torch.device]
+SMALL_BYTES = 64 << 10  # The copy of such a tensor costs little, and keeping it must not cost much.
 _ENTRY_DTYPES = {dtype_from_name(name): entry for entry, name in DTYPES.items()}
 _STORAGE = "~storage"  # No name of a tensor contains this: a "~" in a key is written "~0".
 _DECODING_ERRORS = (
@@ -78,8 +83,11 @@ class Shards:
     """The sharded tensors of a rank's part of a state."""
 
     tensors: Mapping[StatePath, torch.Tensor]  # this rank's elements of each one in this part
+    offsets: Sequence[tuple[int, ...]]  # of these elements in the whole tensors
+    meshes: Sequence[str]  # the ranks that have each of these tensors; "" if all ranks have it
     paths: Sequence[StatePath]  # of all sharded tensors of the state
     has_rest: bool  # whether this part contains what is not sharded, too
+    rest_mesh: str = ""  # the ranks for which this is the rest; "" if it is for all ranks
 
 
 @attrs.frozen(eq=False)
@@ -87,14 +95,20 @@ class PackLayout:
     """The position of each tensor of a state in a pack. It refers to no memory of the state."""
 
     key: tuple[Any, ...]  # what the layout depends on
-    tree: bytes  # the end of the header
-    start: int  # offset of the data, in bytes
+    header: bytes  # all bytes before `~state`
+    tree: str  # the end of the text of `~state`
+    start: int  # offset of the first byte after `~state`
     size: int  # of the pack, in bytes
     stored: tuple[int, ...]  # the tensors that are copied, by their positions in the state
     offsets: tuple[int, ...]  # of each of them in the pack, in bytes
     layouts: tuple[StridedLayout, ...]  # of each of them in the pack
     devices: frozenset[torch.device]  # other than the CPU, from which tensors are copied
     structure_crc: int  # CRC-32 of the structure of the state
+
+    def encode_head(self, values: str) -> bytes | None:
+        """Return all bytes before the tensors, or None if there is no room for the values."""
+        head = self.header + _state_text(values, self.tree)
+        return head.ljust(self.start) if len(head) <= self.start else None
 
     def views(self, buffer: memoryview | bytearray) -> list[torch.Tensor]:
         """Return the tensors that `PackImage.copy_to` fills, as views of a buffer."""
@@ -112,10 +126,10 @@ class PackLayout:
 
 @attrs.frozen(eq=False)
 class PackImage:
-    """A pack that is not copied yet: its header, and the tensors of the state itself."""
+    """A pack that is not copied yet: what precedes the tensors, and those of the state itself."""
 
     layout: PackLayout
-    header: bytes
+    head: bytes
     values_digest: str  # of the plain values, the generators and the structure; "" if not here
     sources: list[torch.Tensor]  # in the order of the pack
 
@@ -139,13 +153,14 @@ class PackImage:
     def copy_to(
         self, buffer: memoryview | bytearray, views: list[torch.Tensor] | None = None
     ) -> None:
-        """Copy the header and the tensors to a buffer, and wait until they are there.
+        """Copy the pack to a buffer, without its checksum, and wait until the tensors are there.
 
         Args:
             buffer: Writable memory of at least `size` bytes, at a multiple of 64 bytes.
             views: The result of `layout.views(buffer)`, if it is known.
         """
-        buffer[: len(self.header)] = self.header
+        buffer[: len(self.head)] = self.head
+        buffer[self.size - CRC_BYTES : self.size] = bytes(CRC_BYTES)
         if not self.sources:
             return
         targets = self.layout.views(buffer) if views is None else views
@@ -194,21 +209,23 @@ class LayoutCache:
         except RuntimeError:
             _reject_tensors(flat, tensors, shards)
             raise
-        parts = None if shards is None else (has_rest, tuple(shards.tensors), tuple(shards.paths))
+        parts = None
+        if shards is not None:
+            names = (has_rest, tuple(shards.tensors), tuple(shards.paths), shards.rest_mesh)
+            parts = (*names, tuple(shards.offsets), tuple(shards.meshes))
         key = (structure, forms, groups, parts)
-        text = encode_values(meta or {}, values)
-        for layout in self._last:
-            if _are_equal(layout.key, key):
-                header = encode_header(text, layout.tree, layout.start, layout.size - layout.start)
-                if header is not None:
-                    digest = _digest_values(flat, layout) if has_rest else ""
-                    return PackImage(layout, header, digest, [tensors[at] for at in layout.stored])
-        layout = _build_layout(tensors, key, text, shards)
-        header = encode_header(text, layout.tree, layout.start, layout.size - layout.start)
-        header = require_not_none(header, "room for the values")
-        self._last = [layout, *self._last[:1]]
+        text = compact_json({"meta": meta or {}, "values": values})
+        layout, head = None, None
+        for known in self._last:
+            if _are_equal(known.key, key) and (head := known.encode_head(text)) is not None:
+                layout = known
+                break
+        if layout is None or head is None:
+            layout = _build_layout(tensors, key, text, shards)
+            self._last = [layout, *self._last[:1]]
+            head = layout.encode_head(text) or b""  # There is room in a new layout.
         digest = _digest_values(flat, layout) if has_rest else ""
-        return PackImage(layout, header, digest, [tensors[at] for at in layout.stored])
+        return PackImage(layout, head, digest, [tensors[at] for at in layout.stored])
 
 
 def plan_layout(state: object, meta: Mapping[str, Any] | None = None) -> PackImage:
@@ -238,7 +255,7 @@ def pack_state(state: object, meta: Mapping[str, Any] | None = None) -> memoryvi
 
 def _digest_values(flat: FlatState, layout: PackLayout) -> str:
     """Return a digest that is equal for two ranks with the same plain values and generators."""
-    crc = zlib.crc32(encode_plain_values(flat.values).encode())
+    crc = zlib.crc32(compact_json(flat.values).encode())
     for at in flat.generators:
         state = flat.tensors[at]  # on the CPU, also that of a generator of a GPU
         crc = zlib.crc32(ctypes.string_at(state.data_ptr(), state.nbytes), crc)
@@ -281,48 +298,74 @@ def _build_layout(
     unique = [at for at, first in enumerate(groups) if first == at]
     number_of = {at: number for number, at in enumerate(unique)}
     numbers = [number_of[first] for first in groups]
-    tree: dict[str, Any] = {}
-    paths: list[StatePath] = []
-    arrays: dict[int, Any] = {}
-    if structure:
-        encoding = encode_structure(structure, numbers)
-        paths, arrays, tree["tree"] = encoding.paths, encoding.arrays, encoding.tree
-    if shards is not None:
-        tree["shards"] = numbers[len(paths) :]
-        if shards.has_rest:
-            tree["shard_paths"] = [encode_path(path) for path in shards.paths]
-        paths = [*paths, *shards.tensors]
+    tree, places, arrays = _describe_tensors(structure, numbers, shards)
     for at in unique:
-        _check_tensor(paths[at], tensors[at])
-    names = _unique_names([paths[at] for at in unique])
+        _check_tensor(places[at].path, tensors[at])
+    names = _unique_names([places[at] for at in unique])
     layouts = [StridedLayout.of(tensors[at]).densified() for at in unique]
     order = order_entries([layout.num_bytes for layout in layouts])
-    entries, rows, end = [], [None] * len(unique), 0
-    offsets = []
+    entries, rows, sizes = [], [None] * len(unique), [layouts[number].num_bytes for number in order]
+    ends = [*itertools.accumulate(sizes, initial=0)]
     for place, number in enumerate(order):
         at, layout = unique[number], layouts[number]
-        begin, end = end, end + layout.num_bytes
-        offsets.append(begin)
         entry, row = _entry_and_row(tensors[at], layout, arrays.get(at), place)
         name = names[number] if entry[0] != _STORAGE else names[number] + _STORAGE
         dtype, shape = ("U8", (layout.num_bytes,)) if entry[0] == _STORAGE else entry
-        entries.append(PackEntry(name, dtype, shape, begin, end))
+        entries.append(PackEntry(name, dtype, shape, ends[place], ends[place + 1]))
         rows[number] = row
     tree["tensors"] = rows
-    encoded = encode_tree(entries, tree)
-    start = data_offset(values, encoded)
+    text = f',"tree":{compact_json(tree)}}}'
+    capacity = state_capacity(_state_text(values, text))
+    offsets = {names[number]: places[at].offsets for number, at in enumerate(unique)}
+    header, size = encode_header(capacity, entries, None if shards is None else offsets)
     copied = [place for place, number in enumerate(order) if layouts[number].num_bytes]
     return PackLayout(
         key=key,
-        tree=encoded,
-        start=start,
-        size=start + end,
+        header=header,
+        tree=text,
+        start=len(header) + capacity,
+        size=size,
         stored=tuple(unique[order[place]] for place in copied),
-        offsets=tuple(start + offsets[place] for place in copied),
+        offsets=tuple(len(header) + capacity + ends[place] for place in copied),
         layouts=tuple(layouts[order[place]] for place in copied),
-        structure_crc=zlib.crc32(json.dumps(tree.get("tree")).encode()),
+        structure_crc=zlib.crc32(compact_json(tree.get("tree")).encode()),
         devices=frozenset(tensors[at].device for at in unique if not tensors[at].is_cpu),
     )
+
+
+class _Place(NamedTuple):
+    """The place of a tensor in the state."""
+
+    path: StatePath
+    mesh: str  # the ranks that have it; "" if all ranks do
+    offsets: tuple[int, ...] | None = None  # of a shard
+
+
+def _describe_tensors(
+    structure: Sequence[Any], numbers: list[int], shards: Shards | None
+) -> tuple[dict[str, Any], list[_Place], Mapping[int, Any]]:
+    """Return the tree of a pack without its rows, the place of each tensor, and the arrays.
+
+    Args:
+        structure: The structure of the state, if it is in the pack.
+        numbers: The number of each tensor in the pack.
+        shards: See `LayoutCache.plan`.
+    """
+    encoding = encode_structure(structure, numbers) if structure else TreeEncoding()
+    tree: dict[str, Any] = {"tree": encoding.tree} if structure else {}
+    if shards is None:
+        return tree, [_Place(path, "") for path in encoding.paths], encoding.arrays
+    tree["shards"] = numbers[len(encoding.paths) :]
+    if shards.has_rest:
+        tree["shard_paths"] = [encode_path(path) for path in shards.paths]
+    places = [_Place(path, shards.rest_mesh) for path in encoding.paths]
+    places += map(_Place, shards.tensors, shards.meshes, shards.offsets)
+    return tree, places, encoding.arrays
+
+
+def _state_text(values: str, tree: str) -> bytes:
+    """Return the text of `~state`, without the spaces at its end."""
+    return f"{values[:-1]}{tree}".encode("ascii")
 
 
 def _entry_and_row(
@@ -346,17 +389,18 @@ def _entry_and_row(
     return entry, [dtype_name(layout.dtype), layout.shape, layout.stride, place, location]
 
 
-def _unique_names(paths: list[StatePath]) -> list[str]:
-    """Return the name of each tensor in the pack, given its path in the state.
+def _unique_names(places: Iterable[_Place]) -> list[str]:
+    """Return the name of each tensor in the pack, given its place in the state.
 
     Raises:
         CheckpointError: Two paths have the same name.
     """
     known: dict[str, StatePath] = {}
-    for path in paths:
+    for path, mesh, _ in places:
         name = path_name(path)
         # safetensors has a key of this name next to the entries.
         name = "~__metadata__" if name == "__metadata__" else name
+        name = f"{name}~mesh {mesh}" if mesh else name
         if name in known:
             raise CheckpointError(
                 f"{format_path(known[name])} and {format_path(path)} have the same name in a file, "
@@ -405,7 +449,7 @@ class PartContents:
     state: Any  # what is not sharded, with None in place of sharded tensors
     paths: tuple[StatePath, ...]  # of all sharded tensors, if the state is here
     has_rest: bool  # whether what is not sharded is here
-    shards: list[torch.Tensor]  # this part's elements of sharded tensors, in the order of `chunks`
+    shards: list[torch.Tensor]  # this part's elements of sharded tensors, in the order of the rows
 
 
 def unpack(pack: memoryview, *, map_location: MapLocation = "cpu", copy: bool = True) -> Any:
@@ -414,8 +458,8 @@ def unpack(pack: memoryview, *, map_location: MapLocation = "cpu", copy: bool = 
     Args:
         pack: Writable memory, at a multiple of 64 bytes.
         map_location: The devices for tensors, as `torch.load` takes it. NumPy arrays stay.
-        copy: Whether tensors get memory of their own. If not, tensors on the CPU are views of the
-            pack and change with it.
+        copy: Whether all tensors get memory of their own. If not, tensors on the CPU of more than
+            `SMALL_BYTES` are views of the pack, and keep all of its memory.
 
     Raises:
         CheckpointCorruptError: The bytes are not a pack, or its header was changed or truncated.
@@ -443,7 +487,11 @@ def unpack_part(
         shards = [stored[number][0] for number in numbers if number >= 0]
     # Errors of a device or of the caller's function are not errors of the pack.
     tensors = [
-        relocated(tensor.clone() if copy else tensor, location, map_location)
+        relocated(
+            tensor.clone() if copy or tensor.nbytes <= SMALL_BYTES else tensor,
+            location,
+            map_location,
+        )
         for tensor, location in stored
     ]
     with _translate_decoding_errors("tree"):

@@ -16,12 +16,15 @@ import attrs
 import torch
 
 from ..errors import CheckpointCorruptError, CheckpointError, ConfigError, StateMismatchError
+from ..untrusted import decompress
 from .boxes import Box, TensorShard
 from .pack import LayoutCache, unpack
 from .state_tree import RankValues, StatePath, flatten, format_path, path_name, to_plain_values
 
 MissingValue: TypeAlias = Callable[[int], Any]
 """Returns the value of a rank, given the rank, if no rank of this number has saved one."""
+
+MAX_VALUES_BYTES = 64 << 20  # of one rank, before they are compressed
 
 PATH: StatePath = (("by rank",),)  # of the shard that stands for the values of a rank
 NAME = path_name(PATH)
@@ -74,6 +77,12 @@ class RankValueEncoder:
                 "rank anyway: leave its name out of per_rank"
             )
         image = self._layouts.plan(flat)
+        if image.size > MAX_VALUES_BYTES:
+            raise CheckpointError(
+                f"the values of per_rank {', '.join(map(repr, self._names))} have {image.size} "
+                f"bytes on rank {rank}, and at most {MAX_VALUES_BYTES} are saved by rank: save "
+                "large tensors as sharded tensors, or under names that are the same on all ranks"
+            )
         memory = bytearray(image.size)
         image.copy_to(memory)
         text = base64.b64encode(zlib.compress(memory, 1)).decode()
@@ -95,8 +104,8 @@ def decode_values(text: object) -> dict[str, Any]:
         CheckpointCorruptError: the text was not written by `RankValueEncoder`.
     """
     try:
-        data = zlib.decompress(base64.b64decode(str(text), validate=True))
-    except (ValueError, zlib.error) as error:
+        data = decompress(base64.b64decode(str(text), validate=True), MAX_VALUES_BYTES)
+    except ValueError as error:
         raise CheckpointCorruptError(f"the values of a rank cannot be decoded: {error}") from error
     values = unpack(memoryview(bytearray(data)))
     if not isinstance(values, dict):

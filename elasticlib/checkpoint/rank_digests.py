@@ -28,12 +28,11 @@ import attrs
 import torch
 
 from ..errors import CheckpointError
-from .safetensors_header import round_up
+from .safetensors_header import compact_json, round_up
 from .state_tree import (
     FlatState,
     StatePath,
     StructurePart,
-    encode_plain_values,
     format_path,
     structure_parts,
 )
@@ -139,7 +138,7 @@ def _structure_rows(parts: Sequence[StructurePart]) -> bytes:
 
 def _value_rows(values: Sequence[Any]) -> bytes:
     group = _group_size(len(values))
-    texts = (encode_plain_values(values[at : at + group]) for at in range(0, len(values), group))
+    texts = (compact_json(values[at : at + group]) for at in range(0, len(values), group))
     return array("I", [zlib.crc32(text.encode()) for text in texts]).tobytes()
 
 
@@ -243,11 +242,7 @@ class RankComparison:
         """True if all ranks have the same state."""
         return not self._waiting
 
-    @property
-    def summary(self) -> str:
-        return ""
-
-    def check(self, peers: PeerGroup | None, summaries: Sequence[str]) -> None:  # noqa: ARG002
+    def check(self) -> None:
         """Raise StatesDifferError for a difference that is known before the commit."""
         if (error := self.find_difference(is_durable=False)) is not None:
             raise error
@@ -282,10 +277,10 @@ class PartComparison:
         self._step, self._digest = step, digest
         self.summary = "" if digest is None else sha256(digest.table).hexdigest()[:32]
 
-    def check(self, peers: PeerGroup | None, summaries: Sequence[str]) -> None:
+    def check(self, peers: PeerGroup, summaries: Sequence[str]) -> None:
         """Raise CheckpointError on all ranks if one has other values than rank 0."""
         digest, failure = self._digest, f"could not save step {self._step}"
-        if peers is None or all(summary in ("", summaries[0]) for summary in summaries):
+        if all(summary in ("", summaries[0]) for summary in summaries):
             return
         own = digest.table.hex() if digest is not None and peers.rank == 0 else ""
         first = bytes.fromhex(peers.gather_results(lambda: own, failure)[0])

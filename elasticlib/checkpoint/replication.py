@@ -38,7 +38,6 @@ import shutil
 import socket
 import struct
 import threading
-import zlib
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -57,20 +56,23 @@ from ..stores.authentication import (
     is_hex_digest,
     verify_proof,
 )
-from ..threads import daemon_thread
+from ..threads import daemon_thread, start_thread
 from ..untrusted import read_fields, read_json
+from .refs import StateRef
 from .snapshot_slots import (
     HEADER_BYTES,
     SnapshotHeader,
-    SnapshotRef,
     SnapshotSlots,
     decode_header,
     encode_header,
     iter_chunks,
+    kind_of,
     lock_snapshot,
     newest_local_snapshots,
+    read_snapshot_header,
     wake_agent,
 )
+from .storage import CHECKSUM_BYTES, RunningChecksum
 
 log = logging.getLogger("elasticlib.checkpoint")
 
@@ -157,7 +159,7 @@ def endpoint_key(exchange_prefix: str, rank: int) -> str:
 
 # -- the stream ------------------------------------------------------------------------------------
 
-_MAGIC = b"ELREPL5\n"
+_MAGIC = b"ELREPL6\n"
 _HELLO = struct.Struct(f">8sI{NONCE_BYTES}s")
 _PROOF_BYTES = hashlib.sha256().digest_size
 
@@ -229,35 +231,38 @@ def send_snapshot(connection: socket.socket, handle: int, header: SnapshotHeader
     connection.sendall(encode_header(header).ljust(HEADER_BYTES, b"\0"))
     if reason := _receive_reply(connection):
         return reason
-    crc32, offset = 0, HEADER_BYTES
-    for chunk in iter_chunks(handle, header.size, CHUNK_BYTES):
-        crc32 = zlib.crc32(chunk, crc32)
+    checksum, offset = RunningChecksum(), HEADER_BYTES
+    # The last entry of the pack is the checksum of what precedes it, and is zero in this memory.
+    for chunk in iter_chunks(handle, header.size - CHECKSUM_BYTES, CHUNK_BYTES):
+        checksum.add(chunk)
         end = offset + len(chunk)
         while offset < end:
             sent = os.sendfile(connection.fileno(), handle, offset, end - offset)
             if not sent:
                 raise CheckpointError("the snapshot was truncated while it was sent")
             offset += sent
-    connection.sendall(crc32.to_bytes(4, "big"))
+    connection.sendall(checksum.encode())
     return _receive_reply(connection)
 
 
 def receive_data(connection: socket.socket, view: memoryview) -> None:
-    """Receive the data of a snapshot, and write it to `view`.
+    """Receive the pack of a snapshot, and write it to `view`.
 
     Raises:
         OSError: The stream broke.
         CheckpointError: The data does not have the checksum that the sender calculated.
     """
-    crc32 = 0
-    for offset in range(0, len(view), CHUNK_BYTES):
-        chunk = view[offset : offset + CHUNK_BYTES]
+    data, end = view[:-CHECKSUM_BYTES], view[-CHECKSUM_BYTES:]
+    checksum = RunningChecksum()
+    for offset in range(0, len(data), CHUNK_BYTES):
+        chunk = data[offset : offset + CHUNK_BYTES]
         _receive_into(connection, chunk)
-        crc32 = zlib.crc32(chunk, crc32)
-    expected = int.from_bytes(_receive(connection, 4), "big")
-    if crc32 != expected:
+        checksum.add(chunk)
+    _receive_into(connection, end)
+    if bytes(end) != checksum.encode():
         raise CheckpointError(
-            f"the replica was corrupted in transit: its CRC-32 is {crc32:08x}, not {expected:08x}"
+            f"the replica was corrupted in transit: its checksum is {checksum.encode()!r}, not "
+            f"{bytes(end)!r}"
         )
 
 
@@ -317,20 +322,31 @@ class ReplicaReceiver:
         self._lock = threading.Lock()  # for the next two
         self._connections: dict[socket.socket, bool] = {}  # whether it is authenticated
         self._is_stopped = False
-        self._acceptor = daemon_thread(self._accept_connections, "agent-replicas-accept")
+        self._listener: socket.socket | None = None  # until `start` has found the address
+        self._acceptor: threading.Thread | None = None  # the thread that accepts connections
 
     def start(self, address: str) -> ReplicaEndpoint:
         """Listen on a free port of `address`, and return the endpoint that senders need.
 
+        If `address` is a name, this may block. Another thread may call `stop` meanwhile.
+
         Raises:
-            OSError: `address` is not an address of this node.
+            OSError: `address` is not an address of this node, or `stop` was called.
         """
         family, _, _, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-        self._listener = socket.create_server(where, family=family)
+        listener = socket.create_server(where, family=family)
         token = secrets.token_bytes(NONCE_BYTES).hex()
-        endpoint = ReplicaEndpoint(address, self._listener.getsockname()[1], token)
+        endpoint = ReplicaEndpoint(address, listener.getsockname()[1], token)
         self._key = endpoint.proof_key(self._secret)
-        self._acceptor.start()
+        with self._lock:
+            if self._is_stopped:
+                listener.close()
+                raise OSError("the generation has ended")
+            self._listener = listener
+            self._acceptor = daemon_thread(
+                partial(self._accept_connections, listener), "agent-replicas-accept"
+            )
+            start_thread(self._acceptor)
         return endpoint
 
     def stop(self) -> None:
@@ -340,16 +356,17 @@ class ReplicaReceiver:
         """
         with self._lock:
             self._is_stopped = True
-            for connection in (self._listener, *self._connections):
+            for connection in filter(None, (self._listener, *self._connections)):
                 _shut_down(connection)
-        self._acceptor.join(JOIN_TIMEOUT_S)
+        if self._acceptor is not None:
+            self._acceptor.join(JOIN_TIMEOUT_S)
 
-    def _accept_connections(self) -> None:
+    def _accept_connections(self, listener: socket.socket) -> None:
         threads: list[threading.Thread] = []
-        with self._listener:
+        with listener:
             while not self._is_stopped:
                 try:
-                    connection, _ = self._listener.accept()
+                    connection, _ = listener.accept()
                 except OSError as error:
                     if not self._is_stopped:
                         log.info("cannot accept a stream of snapshot replicas: %s", error)
@@ -357,10 +374,15 @@ class ReplicaReceiver:
                     continue
                 self._admit(connection)
                 threads = [thread for thread in threads if thread.is_alive()]
-                threads.append(
-                    daemon_thread(partial(self._serve, connection), "agent-replicas-from")
-                )
-                threads[-1].start()
+                thread = daemon_thread(partial(self._serve, connection), "agent-replicas-from")
+                try:
+                    start_thread(thread)
+                except OSError as error:
+                    # The sender connects again, and there may be a thread for it by then.
+                    log.warning("cannot receive snapshot replicas: %s", error)
+                    self._close(connection)
+                    continue
+                threads.append(thread)
         for thread in threads:
             thread.join()
         for slots in self._slots.values():
@@ -388,9 +410,12 @@ class ReplicaReceiver:
         except OSError as error:
             log.debug("a stream of snapshot replicas was closed: %s", error)
         finally:
-            with self._lock:
-                del self._connections[connection]
-            connection.close()
+            self._close(connection)
+
+    def _close(self, connection: socket.socket) -> None:
+        with self._lock:
+            del self._connections[connection]
+        connection.close()
 
     def _receive_snapshot(self, connection: socket.socket, rank: int) -> None:
         """Wait for a snapshot from the node `rank`, store it or refuse it, and send the replies."""
@@ -514,15 +539,16 @@ class ReplicaSender:
                 for ref in self._unsent():
                     self._send(connection, ref)
 
-    def _unsent(self) -> list[SnapshotRef]:
+    def _unsent(self) -> list[StateRef]:
         """Return the newest snapshot of each name and part that was not offered to the target."""
-        newest = [(ref, ref.header) for ref in newest_local_snapshots(self._attempt_dir)]
-        return [f for f, r in newest if self._offered.get((r.name, r.part), 0) < r.sequence]
+        newest = newest_local_snapshots(self._attempt_dir)
+        return [ref for ref in newest if self._offered.get(kind_of(ref), 0) < ref.number]
 
-    def _send(self, connection: socket.socket, ref: SnapshotRef) -> None:
-        header, kind = ref.header, (ref.header.name, ref.header.part)
-        with lock_snapshot(self._attempt_dir.parent, ref) as handle:
-            if handle is None:
+    def _send(self, connection: socket.socket, ref: StateRef) -> None:
+        memory, kind = self._attempt_dir.parent, kind_of(ref)
+        with lock_snapshot(memory, ref) as handle:
+            header = read_snapshot_header(memory, ref)
+            if handle is None or header is None:
                 return  # A newer snapshot replaces it.
             reason = send_snapshot(connection, handle, header)
         self._offered[kind] = header.sequence

@@ -13,7 +13,6 @@ No rank has a second state in memory.
 from __future__ import annotations
 
 import ctypes
-import functools
 import hashlib
 from collections.abc import (
     Callable,
@@ -24,9 +23,11 @@ from collections.abc import (
     MutableMapping,
     Sequence,
 )
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import attrs
 import torch
@@ -89,8 +90,11 @@ Parameters: TypeAlias = Mapping[StatePath, Sequence[torch.Tensor]]  # of optimiz
 TRANSFER_BYTES = 2 << 20  # maximum size of one transfer between ranks
 _MAX_CACHED_BOXES = 10_000
 
-# Boxes of DTensors by what they depend on. Snapshots need the same boxes after every step.
-_local_boxes: dict[tuple[Any, ...], Box | None] = {}
+# For each mesh: the boxes of DTensors by what else they depend on, and the ranks of the mesh.
+# Snapshots need them after every step. A mesh refers to process groups, which a regroup replaces,
+# so no cache keeps a mesh alive.
+_local_boxes: WeakKeyDictionary[DeviceMesh, dict[tuple[Any, ...], Box | None]] = WeakKeyDictionary()
+_ranks_of_meshes: WeakKeyDictionary[DeviceMesh, str] = WeakKeyDictionary()
 
 
 # -- saving a part ---------------------------------------------------------------------------------
@@ -119,7 +123,7 @@ def plan_part_layout(
     rows: list[Any] = []
     for path, box in boxes.items():
         dtensor = flat.shards[path]
-        if box is not None and (has_copies or _is_first_copy(dtensor)):
+        if box is not None and (has_copies or not _copy_number(dtensor)):
             local = tensors[path] = local_tensor(dtensor)
             shard = TensorShard(
                 name=path_name(path),
@@ -138,7 +142,17 @@ def plan_part_layout(
         rows.append(shard.to_row())
         meta["own"] = flat.own.text
     has_rest = has_rest or has_own_rest(flat)
-    return layouts.plan(flat, meta, PackShards(tensors, list(boxes), has_rest))
+    meshes = {path: _partial_mesh(dtensor) for path, dtensor in flat.shards.items()}
+    shards = PackShards(
+        tensors,
+        offsets=[row[3] for row in rows],
+        meshes=[meshes.get(path, "") for path in tensors],
+        paths=list(boxes),
+        has_rest=has_rest,
+        # Of a pipeline stage, what is not sharded belongs to the stage, too.
+        rest_mesh=next(iter(meshes.values()), "") if all(meshes.values()) else "",
+    )
+    return layouts.plan(flat, meta, shards)
 
 
 def has_own_rest(flat: FlatState) -> bool:
@@ -161,12 +175,13 @@ def _local_box(path: StatePath, dtensor: DTensor) -> Box | None:
             f"{format_path(path)} is a sharded tensor of partial sums: reduce it before it is saved"
         )
     mesh = dtensor.device_mesh
-    key = (dtensor.shape, dtensor.placements, mesh, tuple(mesh.get_coordinate() or ()))
-    if key not in _local_boxes:
-        if len(_local_boxes) >= _MAX_CACHED_BOXES:
-            _local_boxes.clear()
-        _local_boxes[key] = _plan_local_box(dtensor)
-    return _local_boxes[key]
+    boxes = _local_boxes.setdefault(mesh, {})
+    key = (dtensor.shape, dtensor.placements, tuple(mesh.get_coordinate() or ()))
+    if key not in boxes:
+        if len(boxes) >= _MAX_CACHED_BOXES:
+            boxes.clear()
+        boxes[key] = _plan_local_box(dtensor)
+    return boxes[key]
 
 
 def _plan_local_box(dtensor: DTensor) -> Box | None:
@@ -182,16 +197,40 @@ def _plan_local_box(dtensor: DTensor) -> Box | None:
     return None
 
 
-def _is_first_copy(dtensor: DTensor) -> bool:
-    """Return True if this rank is the first of the ranks that have the same elements."""
-    coordinate = dtensor.device_mesh.get_coordinate() or ()
-    positions = zip(coordinate, dtensor.placements, strict=True)
-    return not any(index for index, placement in positions if placement.is_replicate())
+def copy_number(dtensors: Iterable[DTensor]) -> int:
+    """Return the number of this rank among the ranks that have the same elements, from 0.
+
+    It is 0 if this rank is the first one that has the elements of any of these tensors.
+    """
+    lowest = None
+    for number in map(_copy_number, dtensors):
+        lowest = number if lowest is None else min(lowest, number)
+        if not lowest:
+            break
+    return lowest or 0
 
 
-@functools.cache
+def _copy_number(dtensor: DTensor) -> int:
+    """Return the number of this rank among the ranks that have the same elements of a tensor."""
+    mesh, number = dtensor.device_mesh, 0
+    rows = zip(mesh.get_coordinate() or (), mesh.shape, dtensor.placements, strict=False)
+    for index, size, placement in rows:
+        if placement.is_replicate():
+            number = number * size + index
+    return number
+
+
+def _partial_mesh(dtensor: DTensor) -> str:
+    """Return the ranks that share a tensor, or "" if all ranks of the job do."""
+    mesh = dtensor.device_mesh
+    return "" if mesh.size() == torch.distributed.get_world_size() else _mesh_ranks(mesh)
+
+
 def _mesh_ranks(mesh: DeviceMesh) -> str:
-    return format_ranks(mesh.mesh.flatten().tolist())
+    ranks = _ranks_of_meshes.get(mesh)
+    if ranks is None:
+        ranks = _ranks_of_meshes[mesh] = format_ranks(mesh.mesh.flatten().tolist())
+    return ranks
 
 
 # -- loading parts in one process ------------------------------------------------------------------
@@ -462,7 +501,7 @@ class ShardedRestore:
         self._search, self._plan, self._rule = search, plan, rule
         self._own: list[str] = []  # the values of each rank, set by _verify_parts
         self._group, self._rank = search.group, search.group.rank
-        self._step, self._num_parts = plan.key.step, plan.key.num_parts
+        self._step, self._num_parts = plan.step, plan.ref.parts
         self._own_part = self._rank if self._num_parts == self._group.world_size else None
         self._holders = {part: sorted(ranks) for part, ranks in plan.holders.items()}
         # The following are set by _verify_parts and equal on all ranks.
@@ -561,8 +600,8 @@ class ShardedRestore:
         if not problem and not with_rest:
             problem = "is incomplete: no rank has the values that are not sharded"
         if problem:
-            reason = f"step {self._step} ({self._plan.kind}) {problem}"
-            self._search.skip_state(self._plan.key, reason)
+            reason = f"step {self._step} ({self._plan.ref.tier}) {problem}"
+            self._search.skip_state(self._plan, reason)
             return False
         self._multi_mesh = multi_mesh_tensors(self._shards)
         for rank in range(self._group.world_size):
@@ -579,8 +618,8 @@ class ShardedRestore:
     def _verify_part(self, part: int) -> dict[str, Any]:
         """Verify this rank's copy of a part, and return what all ranks need of its header."""
         pack = self._view(part)
-        stored = self._plan.holders[part][self._rank]
-        self._search.source(stored).check(stored, part)
+        ref = self._plan.holders[part][self._rank]
+        self._search.source(ref).check(ref, part)
         meta = read_meta(pack)
         read_shards(meta)  # Raise here, where the rank that has the corrupt copy is known.
         own = {"own": meta["own"]} if "own" in meta else {}
@@ -609,8 +648,8 @@ class ShardedRestore:
         return different_tensors(self._shards, digests)
 
     def _view(self, part: int) -> memoryview:
-        stored = self._plan.holders[part][self._rank]
-        return self._search.source(stored).view(stored, part)
+        ref = self._plan.holders[part][self._rank]
+        return self._search.source(ref).view(ref, part)
 
     def _fetch_rest(self) -> PartContents | None:
         """Read or receive the values that are not sharded."""
@@ -709,22 +748,26 @@ class ShardedRestore:
     ) -> Iterator[Transfer]:
         """Yield the transfers of this rank in the order of `remote`."""
         tensors: dict[int, list[torch.Tensor]] = {}  # the shards in each part that is sent
-        for _, receiver, read in remote:
+
+        def find_tensor(read: BoxRead, box: Box) -> torch.Tensor:
             shard = self._shards[read.part][read.index]
-            dtype = dtype_from_name(shard.dtype)
-            is_send = self._rank == read.source
-            if is_send:
+            available = targets.get(shard.name)
+            if self._rank == read.source:
                 if read.part not in tensors:
                     tensors[read.part] = unpack_part(self._view(read.part), copy=False).shards
                 available = _Target(shard.box, tensors[read.part][read.index])
-            elif self._rank == receiver:
-                available = targets[shard.name]
-            else:
+            available = require_not_none(available, "the tensor that is received")
+            return narrow_to_box(available.memory, available.box, box)
+
+        for _, receiver, read in remote:
+            if self._rank not in (read.source, receiver):
                 continue
+            shard = self._shards[read.part][read.index]
+            dtype, is_send = dtype_from_name(shard.dtype), self._rank == read.source
             peer = receiver if is_send else read.source
             for box in split_box(read.box, shard.box.sizes, TRANSFER_BYTES // dtype.itemsize):
-                view = narrow_to_box(available.memory, available.box, box)
-                yield Transfer(peer, is_send, view, dtype)
+                find = partial(find_tensor, read, box)
+                yield Transfer(peer, is_send, box.num_elements, dtype, find)
 
     def _num_bytes(self, read: BoxRead) -> int:
         shard = self._shards[read.part][read.index]

@@ -39,7 +39,7 @@ from .state_tree import (
     state_accessor,
     with_parts,
 )
-from .tensor_layout import StridedLayout, element_bytes, strided_view, without_repeats
+from .tensor_layout import StridedLayout, element_bytes, without_repeats
 
 _ON_META = (
     "on the meta device, which has no memory to restore into: call model.to_empty(device=...) first"
@@ -188,38 +188,28 @@ def _overlapping(writes: list[_TensorWrite]) -> Iterator[list[_TensorWrite]]:
     yield group
 
 
-def _are_compatible(writes: list[_TensorWrite]) -> bool:
-    """Return True if each target has the values of its source once all of them are written.
-
-    Args:
-        writes: Writes into overlapping memory of one storage.
-    """
+def _describe_conflict(writes: list[_TensorWrite]) -> str:
+    """Return why writes into overlapping memory would overwrite each other, or an empty string."""
     first = writes[0]
-    if all(_is_same_memory(write, first) for write in writes[1:]):
-        return True
-    # Try it with other memory of the same layout.
-    item = max(write.target.element_size() for write in writes)
-    begin = first.begin // item * item
-    memory = torch.empty(max(w.end for w in writes) - begin, dtype=torch.uint8).untyped_storage()
-    views = []
-    for write in writes:
-        offset = (write.begin - begin) // write.target.element_size()
-        views.append(strided_view(memory, offset, StridedLayout.of(write.target)))
-        once = without_repeats(views[-1])
-        once.copy_(write.source[tuple(slice(n) for n in once.shape)])
-    return all(
-        torch.equal(element_bytes(view), element_bytes(write.source.to("cpu", view.dtype)))
-        for view, write in zip(views, writes, strict=True)
-    )
+    for write in writes[1:]:
+        if _memory(write.target) != _memory(first.target):
+            return (
+                "overlap in memory, and a restore fills only tensors that are the same or have "
+                "memory of their own: give one of them a copy, tensor.clone()"
+            )
+        if _memory(write.source) == _memory(first.source):
+            continue
+        sources = (element_bytes(w.source.to("cpu", w.target.dtype)) for w in (write, first))
+        if not torch.equal(*sources):
+            return (
+                "share memory, and tensors with other values were saved under these names: tie "
+                "them in the same way as when they were saved"
+            )
+    return ""
 
 
-def _is_same_memory(write: _TensorWrite, other: _TensorWrite) -> bool:
-    """Return True if two writes have the same target, and sources that are the same memory."""
-
-    def place(tensor: torch.Tensor) -> tuple[Any, ...]:
-        return tensor.device, tensor.data_ptr(), StridedLayout.of(tensor)
-
-    return place(write.target) == place(other.target) and place(write.source) == place(other.source)
+def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.device, tensor.data_ptr(), StridedLayout.of(tensor)
 
 
 class _RestorePlanner:
@@ -312,7 +302,7 @@ class _RestorePlanner:
             self._writes.append(_TensorWrite(path, target, source))
 
     def check_shared_memory(self) -> None:
-        """Add a mismatch for live tensors that share memory, but were saved with different values.
+        """Add a mismatch for live tensors in one memory that cannot all have their saved values.
 
         The tensor that is restored last would overwrite the others.
         """
@@ -322,13 +312,10 @@ class _RestorePlanner:
             storages.setdefault(key, []).append(write)
         for writes in chain.from_iterable(map(_overlapping, storages.values())):
             with torch.no_grad():
-                is_compatible = len(writes) == 1 or _are_compatible(writes)
-            if not is_compatible:
+                conflict = _describe_conflict(writes)
+            if conflict:
                 names = " and ".join(format_path(write.path) for write in writes[:3])
-                self.mismatches.append(
-                    f"{names} share memory, and tensors with other values were saved under these "
-                    "names: tie them in the same way as when they were saved"
-                )
+                self.mismatches.append(f"{names} {conflict}")
 
     def _into_array(self, old: Any, new: Any, path: StatePath) -> Callable[[], Any]:
         """Implement `plan` for a NumPy array."""

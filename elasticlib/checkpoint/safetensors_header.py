@@ -1,21 +1,21 @@
-"""Header of a pack: its size, its checksums, the plain values of the state, and where tensors are.
+"""Header of a pack: where its tensors are, the structure of the state, and its plain values.
 
-A pack is a safetensors file. The data begin at a multiple of 4096 bytes, because the JSON header is
-padded with spaces, and the header's `__metadata__` has three strings before the entries::
+A pack is a plain safetensors file::
 
-    0            uint64, little-endian: the size of the JSON header
-    8            {"__metadata__":{"elasticlib":"pack 4 size=... head=... data=...",
-                  "elasticlib.values":"{...}","elasticlib.tree":"{...}"},
-                  "model/weight":{"dtype":"F32",...},...}
-    n * 4096     the bytes of the entries, in the order of the header, without gaps
+    0         uint64, little-endian: the size of the JSON header
+    8         {"__metadata__":{"elasticlib":"5"},"~state":{"dtype":"U8",...},
+               "model/weight":{"dtype":"F32",...},...,"~crc":{"dtype":"U8","shape":[8],...}}
+    n * 4096  ~state: {"meta":{...},"values":[...],"tree":{...}}
+    m * 4096  the bytes of the tensors, in the order of the header, without gaps
+    size - 8  ~crc: the checksum of all bytes before it, as 8 hexadecimal digits
 
-- `size` is the size of the file in bytes, `head` the CRC-32 of the header without these eight
-  digits, and `data` the checksum of the data (see `storage.checksum`). If this checksum is stored
-  elsewhere, `data` is eight dashes. All three are hexadecimal.
-- The values are JSON that changes from save to save: `meta` (such as the step) and `values`, the
-  plain values of the state in the order of the tree.
-- The tree is JSON that depends only on the structure of the state (see `state_tree`). It is
-  encoded once for many snapshots, together with the entries.
+- The header depends only on the structure of the state, so it is encoded once for many snapshots.
+- `~state` has what changes from save to save: `meta` (such as the step) and `values`, the plain
+  values of the state in the order of `tree` (see `state_tree`). It ends with spaces, because a save
+  of the next step must have the same layout, and safetensors allows no gaps.
+- `~crc` is zero in memory. `storage.write` and the sender of a replica compute it.
+- In a part of a sharded state, `DCP_SHARDING_INFO` has the offsets of each entry, as torch's
+  distributed checkpoint (DCP) writes and reads them.
 
 This module does not import torch, so that agents can read headers.
 """
@@ -26,21 +26,20 @@ import json
 import math
 import re
 import struct
-import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from json.encoder import encode_basestring_ascii as quoted
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import attrs
 
-from ..errors import CheckpointCorruptError, CheckpointUnreadableError
+from ..errors import CheckpointCorruptError, CheckpointError, CheckpointUnreadableError
 
-FORMAT = 4
-PREFIX_BYTES = 128  # The first bytes of a pack, which contain its size.
+FORMAT = 5
+STATE, CRC, CRC_BYTES = "~state", "~crc", 8  # No name of a tensor begins like these two.
 ALIGNMENT = 64  # Entries whose size allows it begin at a multiple of so many bytes.
-PAGE_BYTES = 4096
-# Unused bytes that a new layout leaves in the header, so that the plain values can grow.
-_SPARE_BYTES = 256
+PAGE_BYTES = 4096  # The header and `~state` are whole pages, and so the tensors begin at a page.
+MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors
+MAX_STATE_BYTES = 1 << 30
 
 # torch's names of the dtypes that all safetensors readers for torch know, by safetensors' names.
 DTYPES = {
@@ -60,19 +59,10 @@ ITEM_BYTES = {
 }
 
 _LENGTH = struct.Struct("<Q")
-_VALUES = b',"elasticlib.values":'
-_TREE = ',"elasticlib.tree":'
-_RECORD = re.compile(
-    rb'\{"__metadata__":\{"elasticlib":"pack ([0-9]{1,6}) size=([0-9a-f]{16}) '
-    rb'head=([0-9a-f]{8}) data=([0-9a-f]{8}|-{8})"'
-)
-_NO_CHECKSUM = b"-" * 8
-# `encode_tree` writes an entry in exactly this form, and `read_header` accepts no other.
-_ENTRY = re.compile(
-    r',"((?:[^"\\]|\\.)*)":\{"dtype":"([A-Z0-9_]{1,12})","shape":\[([0-9,]*)\],'
-    r'"data_offsets":\[([0-9]{1,19}),([0-9]{1,19})\]\}'
-)
-_compact = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
+_MAX_DIMENSIONS = 64  # as many as torch allows
+_MAX_COUNT = 2**63
+_MIN_SPARE_BYTES = 1024  # of a new `~state`, so that the plain values can grow
+compact_json = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 
 class PackEntry(NamedTuple):
@@ -81,7 +71,7 @@ class PackEntry(NamedTuple):
     name: str
     dtype: str  # safetensors' name
     shape: tuple[int, ...]
-    begin: int  # Offsets are counted from the first byte of the data.
+    begin: int  # Offsets are counted from the first byte of `~state`.
     end: int
 
 
@@ -90,62 +80,29 @@ class PackHeader:
     """The decoded header of a pack."""
 
     size: int  # of the whole pack, in bytes
-    start: int  # offset of the data in the pack, in bytes
+    start: int  # offset of `~state` in the pack, in bytes
+    entries: tuple[PackEntry, ...]  # of tensors, in the order of their bytes
     meta: Mapping[str, Any]  # JSON values that were saved next to the state, such as the step
     values: Sequence[Any]  # encoded plain values of the state, in the order of the tree
     tree: Mapping[str, Any]  # JSON that describes the structure of the state
-    entries: tuple[PackEntry, ...]  # in the order of their bytes; they cover all data
-    checksum: int | None = None  # of the data (`storage.checksum`), if the header contains it
 
 
-def encode_tree(entries: Iterable[PackEntry], tree: Mapping[str, Any]) -> bytes:
-    """Encode the part of a header that depends only on the structure of the state.
+# -- encoding --------------------------------------------------------------------------------------
 
-    Args:
-        entries: Entries with different names, in the order of their bytes and without gaps.
-        tree: A JSON object.
+
+def state_capacity(state: bytes) -> int:
+    """Return the size of a `~state` in which this one can grow, in bytes.
+
+    Raises:
+        CheckpointError: The plain values are too large.
     """
-    text = [f"{_TREE}{quoted(_compact(tree))}}}"]
-    for name, dtype, shape, begin, end in entries:
-        counts = ",".join(map(str, shape))
-        row = f'"dtype":"{dtype}","shape":[{counts}],"data_offsets":[{begin},{end}]'
-        text.append(f",{quoted(name)}:{{{row}}}")
-    text.append("}")
-    return "".join(text).encode("ascii")
-
-
-def data_offset(values: str, tree: bytes) -> int:
-    """Return the offset at which the data of a pack with this header can begin, in bytes."""
-    length = PREFIX_BYTES + len(_VALUES) + len(quoted(values)) + len(tree)
-    return round_up(length + _SPARE_BYTES, PAGE_BYTES)
-
-
-def encode_header(values: str, tree: bytes, start: int, data_bytes: int) -> bytes | None:
-    """Encode a header of `start` bytes. Return None if `start` is too small for the values.
-
-    Args:
-        values: JSON text of an object with `meta` and `values`.
-        tree: The result of `encode_tree`.
-        start: Offset of the data, a multiple of 4096.
-        data_bytes: Size of the data.
-    """
-    length = start - _LENGTH.size
-    front = b'%s{"__metadata__":{"elasticlib":"pack %d size=%016x head=' % (
-        _LENGTH.pack(length),
-        FORMAT,
-        start + data_bytes,
-    )
-    back = b' data=%s"%s%s%s' % (_NO_CHECKSUM, _VALUES, quoted(values).encode("ascii"), tree)
-    back = back.ljust(start - len(front) - 8)
-    if len(front) + 8 + len(back) > start:
-        return None
-    return b"%s%08x%s" % (front, zlib.crc32(back, zlib.crc32(front)), back)
-
-
-def with_data_checksum(header: bytes, checksum: int) -> bytes:
-    """Return an encoded header that contains the checksum of the data."""
-    begin, end = _span(header, 4)
-    return _with_header_crc32(header[:begin] + b"%08x" % checksum + header[end:])
+    capacity = round_up(len(state) + max(_MIN_SPARE_BYTES, len(state) // 4), PAGE_BYTES)
+    if capacity > MAX_STATE_BYTES:
+        raise CheckpointError(
+            f"the values of the state that are not tensors have {len(state)} bytes as text, which "
+            "is too much: make large strings and lists of numbers tensors or arrays"
+        )
+    return capacity
 
 
 def order_entries(sizes: Sequence[int]) -> list[int]:
@@ -162,73 +119,95 @@ def order_entries(sizes: Sequence[int]) -> list[int]:
     return sorted(range(len(sizes)), key=alignment, reverse=True)
 
 
-def read_size(prefix: bytes | memoryview) -> tuple[int, int]:
-    """Return the size of a pack and the size of its header, in bytes.
+def encode_header(
+    capacity: int,
+    entries: Iterable[PackEntry],
+    offsets: Mapping[str, Sequence[int] | None] | None = None,
+) -> tuple[bytes, int]:
+    """Encode the header of a pack.
 
     Args:
-        prefix: The first `PREFIX_BYTES` bytes of the pack.
+        capacity: The size of `~state`, see `state_capacity`.
+        entries: The entries of tensors, whose bytes follow each other after `~state`. Their offsets
+            are counted from its end.
+        offsets: In a part of a sharded state: where the shards begin in the whole tensors, by the
+            names of their entries. Other entries are whole.
+
+    Returns:
+        All bytes before `~state`, and the size of the pack.
 
     Raises:
-        CheckpointCorruptError: These are not the first bytes of a pack.
+        CheckpointError: The state has too many tensors.
     """
-    if len(prefix) < PREFIX_BYTES:
-        raise CheckpointCorruptError(f"a pack has at least {PREFIX_BYTES} bytes, got {len(prefix)}")
-    size = int(_record(prefix)[2], 16)
-    (length,) = _LENGTH.unpack_from(prefix)
-    start = _LENGTH.size + length
-    if start % PAGE_BYTES or start > size or size >= 2**63:
-        raise CheckpointCorruptError(
-            f"the first bytes of the pack were changed: a header of {start} bytes, {size} in all"
+    rows = [PackEntry(STATE, "U8", (capacity,), 0, capacity)]
+    rows += (one._replace(begin=capacity + one.begin, end=capacity + one.end) for one in entries)
+    end = rows[-1].end
+    rows.append(PackEntry(CRC, "U8", (CRC_BYTES,), end, end + CRC_BYTES))
+    metadata = {"elasticlib": str(FORMAT)}
+    if offsets is not None:
+        begins = {row.name: offsets.get(row.name) or [0] * len(row.shape) for row in rows}
+        places = {name: {"saved_offsets": begin} for name, begin in begins.items()}
+        metadata["DCP_SHARDING_INFO"] = compact_json(places)
+    fields: dict[str, Any] = {"__metadata__": metadata}
+    for name, dtype, shape, begin, end in rows:
+        fields[name] = {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}
+    text = compact_json(fields).encode("ascii")
+    start = round_up(_LENGTH.size + len(text), PAGE_BYTES)
+    if start > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"the state has {len(rows) - 2} tensors, and their names and shapes need more than the "
+            f"{MAX_HEADER_BYTES} bytes that safetensors allows: stack small tensors"
         )
-    return size, start
+    return _LENGTH.pack(start - _LENGTH.size) + text.ljust(start - _LENGTH.size), start + end
+
+
+# -- decoding --------------------------------------------------------------------------------------
+
+
+def read_head(read_first: Callable[[int], bytes]) -> bytes:
+    """Return the first bytes of a pack, from which `read_header` decodes its header.
+
+    Args:
+        read_first: Returns so many of the first bytes of the pack, or fewer if it is shorter.
+
+    Raises:
+        CheckpointCorruptError: The bytes are not the header of a pack.
+        CheckpointUnreadableError: Another version of elasticlib wrote the pack in another format.
+    """
+    header = read_first(_header_bytes(read_first(_LENGTH.size)))
+    return read_first(len(header) + _decode_entries(header)[0].end)
+
+
+def read_size(head: bytes | memoryview) -> int:
+    """Return the size of a pack in bytes. Argument and errors are those of `read_header`."""
+    start = _header_bytes(head)
+    return start + _decode_entries(bytes(head[:start]))[-1].end
 
 
 def read_header(pack: bytes | memoryview) -> PackHeader:
-    """Decode the header of a pack after checking every byte of it.
+    """Decode the header of a pack, and check each of its fields.
 
     Args:
-        pack: The pack, or at least its header.
+        pack: The pack, or at least the result of `read_head`.
 
     Raises:
         CheckpointCorruptError: The bytes are not a pack, or the header was changed or truncated.
         CheckpointUnreadableError: Another version of elasticlib wrote the pack in another format.
     """
-    size, start = read_size(pack[:PREFIX_BYTES])
-    header = bytes(pack[:start])
-    if len(header) < start:
-        raise CheckpointCorruptError(f"the pack's header has {start} bytes, got {len(header)}")
-    record = _record(header)
-    if int(record[3], 16) != _header_crc32(header):
-        raise CheckpointCorruptError("the pack's header was changed or truncated")
-    if int(record[1]) != FORMAT:
-        # The pack is intact, so this is no reason to use an older checkpoint instead.
-        raise CheckpointUnreadableError(
-            f"the pack has format {int(record[1])}, this version reads {FORMAT}"
-        )
-    try:
-        values, tree, entries = _parse_after_record(
-            header[_LENGTH.size :].decode("ascii"), record.end()
-        )
-    except ValueError as error:
-        raise CheckpointCorruptError(
-            f"the pack's header cannot be parsed: {error!s:.200}"
-        ) from error
-    _check_cover(entries, size - start)
-    checksum = None if record[4] == _NO_CHECKSUM else int(record[4], 16)
-    notes = _load_object(values, "values")
-    meta, rows = notes.get("meta"), notes.get("values")
-    if not isinstance(meta, dict) or not isinstance(rows, list):
-        raise CheckpointCorruptError("the pack's values lack the list of values or the metadata")
-    return PackHeader(size, start, meta, rows, _load_object(tree, "tree"), entries, checksum)
+    start = _header_bytes(pack)
+    state, *entries, crc = _decode_entries(bytes(pack[:start]))
+    text = bytes(pack[start : start + state.end])
+    if len(text) < state.end:
+        raise CheckpointCorruptError(f"the pack's {STATE} has {len(text)} of {state.end} bytes")
+    fields = _load_object(text, f"the pack's {STATE}")
+    meta, values, tree = (fields.get(name) for name in ("meta", "values", "tree"))
+    if not (isinstance(meta, dict) and isinstance(values, list) and isinstance(tree, dict)):
+        raise CheckpointCorruptError(f"the pack's {STATE} lacks meta, values or tree")
+    return PackHeader(start + crc.end, start, tuple(entries), meta, values, tree)
 
 
 def read_meta(pack: bytes | memoryview) -> dict[str, Any]:
-    """Return the metadata in the header of a pack.
-
-    Raises:
-        CheckpointCorruptError: The bytes are not a pack, or the header was changed or truncated.
-        CheckpointUnreadableError: Another version of elasticlib wrote the pack in another format.
-    """
+    """Return the metadata in a pack. Argument and errors are those of `read_header`."""
     return dict(read_header(pack).meta)
 
 
@@ -237,96 +216,89 @@ def round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def _record(header: bytes | memoryview) -> re.Match[bytes]:
-    match = _RECORD.match(bytes(header[_LENGTH.size : PREFIX_BYTES]))
-    if match is None:
+def _header_bytes(head: bytes | memoryview) -> int:
+    """Return the number of bytes before `~state`, given the first eight bytes of a pack."""
+    if len(head) < _LENGTH.size:
+        raise CheckpointCorruptError(f"a pack has at least {_LENGTH.size} bytes, got {len(head)}")
+    start = _LENGTH.size + int(_LENGTH.unpack_from(head)[0])
+    if start % ALIGNMENT or start > MAX_HEADER_BYTES:
         raise CheckpointCorruptError(
-            "a pack begins with a record in the header of a safetensors file, and this one with "
-            f"{bytes(header[:24])!r}"
+            f"a pack has a header of a multiple of {ALIGNMENT} bytes, at most {MAX_HEADER_BYTES}, "
+            f"and this one has {start}"
         )
-    return match
+    return start
 
 
-def _span(header: bytes, group: int) -> tuple[int, int]:
-    begin, end = _record(header).span(group)
-    return _LENGTH.size + begin, _LENGTH.size + end
+def _decode_entries(header: bytes) -> list[PackEntry]:
+    """Return all entries of a header, of which `~state` is the first and `~crc` the last."""
+    fields = _load_object(header[_LENGTH.size :], "the pack's header")
+    metadata = fields.pop("__metadata__", None)
+    version = metadata.get("elasticlib") if isinstance(metadata, dict) else None
+    if type(version) is not str:
+        raise CheckpointCorruptError("the file's header does not say that elasticlib wrote it")
+    if version != str(FORMAT):
+        # The pack may be intact, so this is no reason to use an older checkpoint instead.
+        raise CheckpointUnreadableError(
+            f"the pack has format {version:.80}, this version reads {FORMAT}"
+        )
+    try:
+        entries = [_decode_entry(name, row) for name, row in fields.items()]
+    except ValueError as error:
+        raise CheckpointCorruptError(f"the pack's header is not valid: {error}") from error
+    begins = [0, *(entry.end for entry in entries)]
+    for begin, entry in zip(begins, entries, strict=False):
+        if entry.begin != begin:
+            raise CheckpointCorruptError(
+                f"the pack's entry {entry.name!r:.80} begins at {entry.begin}, and the entry before"
+                f" it ends at {begin}"
+            )
+    ends = [(one.name, one.dtype, len(one.shape)) for one in (*entries[:1], *entries[-1:])]
+    if ends != [(STATE, "U8", 1), (CRC, "U8", 1)] or entries[-1].shape != (CRC_BYTES,):
+        raise CheckpointCorruptError(
+            f"a pack's first entry is {STATE} and its last one {CRC}, of {CRC_BYTES} bytes, got "
+            f"{ends!s:.200}"
+        )
+    if entries[0].end > MAX_STATE_BYTES:
+        raise CheckpointCorruptError(
+            f"the pack's {STATE} has {entries[0].end} bytes, at most {MAX_STATE_BYTES} are allowed"
+        )
+    return entries
 
 
-def _header_crc32(header: bytes) -> int:
-    begin, end = _span(header, 3)
-    return zlib.crc32(memoryview(header)[end:], zlib.crc32(header[:begin]))
-
-
-def _with_header_crc32(header: bytes) -> bytes:
-    begin, end = _span(header, 3)
-    return b"".join((header[:begin], b"%08x" % _header_crc32(header), memoryview(header)[end:]))
-
-
-def _parse_after_record(text: str, at: int) -> tuple[str, str, tuple[PackEntry, ...]]:
-    """Return the values, the tree and the entries of a header whose record ends at `at`.
-
-    Only the form that `encode_header` writes is accepted, so that all readers agree on a header.
-
-    Raises:
-        ValueError: The header has another form.
-    """
-    decoder, strings = json.JSONDecoder(), []
-    for name, label in (("values", _VALUES.decode()), ("tree", _TREE)):
-        if not text.startswith(label, at):
-            raise ValueError(f"the {name} are missing at byte {at}")
-        string, at = decoder.raw_decode(text, at + len(label))
-        if type(string) is not str:
-            raise ValueError(f"the {name} that end at byte {at} are not a string")
-        strings.append(string)
-    if text[at : at + 1] != "}":
-        raise ValueError(f"the metadata does not end at byte {at}")
-    at += 1
-    entries: dict[str, PackEntry] = {}
-    for match in _ENTRY.finditer(text, at):
-        if match.start() != at:
-            break
-        entry = _entry(*match.groups())
-        if entry.name in entries:
-            raise ValueError(f"the entry {entry.name!r:.80} occurs twice")
-        entries[entry.name] = entry
-        at = match.end()
-    if text[at:].rstrip(" ") != "}":
-        raise ValueError(f"expected an entry or the end at byte {at}: {text[at:][:40]!r}")
-    return strings[0], strings[1], tuple(entries.values())
-
-
-def _entry(name: str, dtype: str, shape: str, begin: str, end: str) -> PackEntry:
-    if "\\" in name:
-        name = json.loads(f'"{name}"')
-    counts = tuple(map(int, shape.split(","))) if shape else ()
-    entry = PackEntry(name, dtype, counts, int(begin), int(end))
-    if dtype not in DTYPES:
-        raise ValueError(f"the entry {name!r:.80} has the unknown dtype {dtype}")
+def _decode_entry(name: str, row: Any) -> PackEntry:
+    if not isinstance(row, dict) or row.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"the entry {name!r:.80} is {row!r:.80}")
+    dtype, shape, offsets = row["dtype"], row["shape"], row["data_offsets"]
+    if type(dtype) is not str or dtype not in DTYPES:
+        raise ValueError(f"the entry {name!r:.80} has the unknown dtype {dtype!r:.80}")
+    if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
+        raise ValueError(f"the entry {name!r:.80} has the shape {shape!r:.80} at {offsets!r:.80}")
+    entry = PackEntry(name, dtype, tuple(shape), *offsets)
     size = entry.end - entry.begin
-    if math.prod(counts) * ITEM_BYTES[dtype] != size:
-        raise ValueError(f"the entry {name!r:.80} of {counts!s:.80} {dtype} has {size} bytes")
+    if math.prod(shape) * ITEM_BYTES[dtype] != size:
+        raise ValueError(f"the entry {name!r:.80} of {shape!s:.80} {dtype} has {size} bytes")
     return entry
 
 
-def _check_cover(entries: Sequence[PackEntry], size: int) -> None:
-    at = 0
-    for entry in entries:
-        if entry.begin != at:
-            raise CheckpointCorruptError(
-                f"the pack's entry {entry.name!r:.80} begins at {entry.begin}, and the entry before"
-                f" it ends at {at}"
-            )
-        at = entry.end
-    if at != size:
-        raise CheckpointCorruptError(f"the pack's entries have {at} bytes, and its data {size}")
+def _are_counts(value: Any) -> bool:
+    is_short = type(value) is list and len(value) <= _MAX_DIMENSIONS
+    return is_short and all(type(n) is int and 0 <= n < _MAX_COUNT for n in value)
 
 
-def _load_object(text: str, field: str) -> dict[str, Any]:
-    """Parse a JSON object. `field` is the field of the pack's metadata, for messages."""
+def _load_object(text: bytes, what: str) -> dict[str, Any]:
+    """Decode a JSON object in which no key occurs twice, so that all readers agree on it."""
     try:
-        loaded = json.loads(text)
+        loaded = json.loads(text.decode(), object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
-        raise CheckpointCorruptError(f"the pack's {field} are not JSON: {error}") from error
+        raise CheckpointCorruptError(f"{what} cannot be decoded: {error!s:.200}") from error
     if not isinstance(loaded, dict):
-        raise CheckpointCorruptError(f"the pack's {field} are not a JSON object")
+        raise CheckpointCorruptError(f"{what} is not a JSON object")
     return loaded
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        [(twice, _)] = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {twice!r:.80} occurs twice")
+    return fields

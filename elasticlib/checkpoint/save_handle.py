@@ -1,48 +1,72 @@
 """Handles of saves: what `CheckpointManager.save` returns, and how ranks learn of results.
 
-`LocalSave` runs the writer thread of a save that this rank writes. `RemoteSave` reads the result of
-a save that rank 0 writes, from the store in which the ranks' process group was formed. This module
-does not know how a checkpoint is written.
+The attributes of a `LocalSave` are what the calling thread and the writer thread of a save share:
+each is written by one of the two, and polled by the other. A `RemoteSave` reads the result of a
+save that rank 0 writes. `SaveResults` are the rows about saves that rank 0 puts into the store in
+which the ranks' process group was formed. This module does not know how a checkpoint is written.
 """
 
 from __future__ import annotations
 
-import _thread
-import contextlib
 import json
 import logging
 import os
 import threading
 import zlib
-from collections.abc import Callable, Iterator
-from functools import partial
-from itertools import count
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
 
-from ..clock import monotonic
+import attrs
+
+from ..clock import monotonic, sleep
 from ..errors import CheckpointError
-from ..threads import CallRejectedError, ExclusiveCall, Latch
 from .catalog import CheckpointCatalog
+from .collectives import PeerGroup
 from .rank_digests import (
     DigestExchange,
+    PartComparison,
     RankComparison,
     StateDigest,
     StatesDifferError,
     difference_error,
 )
+from .snapshot_slots import MappedSlot
 
 log = logging.getLogger("elasticlib.checkpoint")
 
 RESULT_TIMEOUT_S = 1800.0  # A rank waits this long for rank 0's result: the default of torch.
-STORE_POLL_INTERVAL_S = 0.02
+EXIT_TIMEOUT_S = 10.0  # the same for a call that has failed, while Python is shutting down
+MIN_POLL_S, MAX_POLL_S = 0.001, 0.02
 STORAGE_POLL_INTERVAL_S = 0.1  # used without a store; listing a directory is slower
-NUM_STORED_RESULTS = 1000  # Older results are deleted from the store.
-RECHECK_INTERVAL_S = 1.0  # A wait starts the writer again if a signal handler interrupted it.
-WRITER_NICENESS = 10  # The writer thread runs while the training leaves processor time.
+NUM_STORED_ROWS = 1000  # Older rows are deleted from the store.
+RESTART_INTERVAL_S = 1.0  # A waiter starts the writer again if a signal handler interrupted it.
 
-_numbers: dict[str, Iterator[int]] = {}
-"""Numbers of the next saves, by the prefix of their keys in the store. Managers of one directory
-share them, because the keys of a closed manager still exist."""
+_calls: dict[str, list[object]] = {}
+"""Objects that stand for the calls of `save`, by the prefix of their keys in the store. The number
+of a call is its place. Managers of one directory share them, because the keys of a closed manager
+still exist."""
+
+
+class ExitState:
+    """Whether this process is shutting down, so that no threads can be started."""
+
+    def __init__(self) -> None:
+        self.has_begun = False
+
+    def begin(self) -> None:
+        """Note that the process is shutting down."""
+        self.has_begun = True
+
+
+EXIT = ExitState()
+
+
+def poll_intervals() -> Iterator[float]:
+    """Yield the seconds to sleep between looks at an attribute of another thread, for ever."""
+    interval_s = MIN_POLL_S
+    while True:
+        yield interval_s
+        interval_s = min(2 * interval_s, MAX_POLL_S)
 
 
 class SaveHandle:
@@ -123,137 +147,138 @@ class SkippedSave(SaveHandle):
         return ""
 
 
-class LocalSave(SaveHandle):
-    """A save that a thread of this process writes.
+class JobRunner(Protocol):
+    """What executes a job, see `writer.WriterThread`."""
 
-    A signal handler's exception can interrupt the caller of any method at any line. The methods may
-    then be called again, and each of them starts the writer if none is running. The process does
-    not exit before the thread exits, because the thread is not a daemon.
-    """
-
-    def __init__(
-        self, step: int, write: Callable[[], None], comparison: RankComparison | None = None
-    ) -> None:
-        super().__init__(step)
-        self._comparison = comparison  # with the states of other ranks
-        self.in_background = True  # False if no thread could be started, so that `start` writes
-        self._write: Callable[[], None] | None = write  # None once it has returned or raised
-        self._call = ExclusiveCall()
-        self._finished = Latch()
-
-    def start(self) -> None:
-        """Start the writer, unless it runs or has finished.
-
-        If no thread can be started, because there are too many or because Python is shutting down,
-        this call writes the checkpoint itself, and sets `in_background` to false.
-        """
-        while not (self._finished.is_set or self._call.is_running):
-            started = Latch()
-            try:
-                _thread.start_new_thread(self._start_thread, (started,))
-            except (RuntimeError, MemoryError) as error:
-                self._warn_of_foreground(error)
-                try:
-                    self._run(started)
-                except BaseException:
-                    self.was_checked = self._finished.is_set  # This exception reports the failure.
-                    raise
-            started.wait()
-
-    def _warn_of_foreground(self, error: BaseException) -> None:
-        self.in_background = False
-        log.warning(
-            "cannot start a thread that writes step %d (%s): save() waits until it is written",
-            self.step,
-            error,
-        )
-
-    def _start_thread(self, started: Latch) -> None:
-        """Start the writer thread from another thread.
-
-        Signal handlers run in the main thread. If one of them raises in `Thread.start`, it can
-        leave locks held that the new thread needs, and `Thread.is_alive` can be wrong.
-        """
-        try:
-            # Python does not wait for threads that start after the main thread has exited.
-            if threading.main_thread().is_alive():
-                name = "elasticlib-save"
-                # This thread is a daemon, and threads inherit that by default.
-                threading.Thread(
-                    target=self._run_in_thread, args=(started,), name=name, daemon=False
-                ).start()
-                return
-            self.in_background = False
-        except (RuntimeError, MemoryError) as error:
-            self._warn_of_foreground(error)
-        try:
-            self._run(Latch())
-        finally:
-            started.set()
-
-    def _run_in_thread(self, started: Latch) -> None:
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WRITER_NICENESS)
-        self._run(started)
-
-    def _run(self, started: Latch) -> None:
-        """Write the checkpoint, unless another thread writes it. `started` is set before that."""
-        with contextlib.suppress(CallRejectedError):
-            self._call.run(partial(self._write_once, started))
-        started.set()
-
-    def _write_once(self, started: Latch) -> None:
-        started.set()
-        if self._write is None:
-            self._finished.set()
-            return
-        try:
-            self._write()
-        except Exception as error:
-            self._failure = error
-        except BaseException as error:
-            reason = f"{type(error).__name__} interrupted the writer"
-            self._failure = CheckpointError(f"step {self.step} was not saved: {reason}")
-            raise
-        finally:
-            self._write = None  # It refers to the memory of the copy, which may be freed now.
-            self._finished.set()
+    def start(self) -> bool: ...
 
     @property
-    def is_finished(self) -> bool:
-        """True if the writer has finished, after which the memory of the copy can be used again."""
-        return self._finished.is_set
+    def is_interrupted(self) -> bool: ...
+
+
+class LocalSave(SaveHandle):
+    """A save that the writer thread of this process writes, and the job of that thread.
+
+    Args:
+        step: the step.
+        writer: executes the job. Each waiter starts it if it does not run.
+        is_call_running: whether the call of `save` is still running.
+    """
+
+    def __init__(self, step: int, writer: JobRunner, is_call_running: Callable[[], bool]) -> None:
+        super().__init__(step)
+        self.is_call_running = is_call_running
+        self.started_at, self.is_pinned = monotonic(), False
+        self.metrics: Mapping[str, float] = {}
+        self._writer = writer
+        # The calling thread writes these.
+        self.call = object()  # stands for the call of `save`, see `SaveResults.count`
+        self.work: Callable[[LocalSave], None] | None = None  # None before the job is posted
+        self.caller = 0  # the thread that has posted the job
+        self._is_run_by_caller = False
+        self.slot: MappedSlot | None = None  # reserved until the job is finished
+        self.copy: Callable[[], None] = lambda: None  # copies the state to the slot
+        self.data: memoryview | None = None  # the complete copy
+        self.is_copied = False
+        self.call_error: Exception | None = None  # why the call of `save` failed on this rank
+        self.comparison: RankComparison | PartComparison | None = None
+        self.is_sharded = False  # False as long as it is not known
+        # The writer thread writes these.
+        self.is_agreed = False  # All ranks are ready to copy their parts.
+        self.is_finished = False
+        self.committed_at = 0.0  # by `monotonic`
+        self.durable_s: float | None = None  # seconds from the call until the save was durable
+
+    def give(self, data: memoryview) -> None:
+        """Note that the copy is complete."""
+        self.data = data
+        self.is_copied = True
+
+    def fail(self, error: BaseException | None) -> None:
+        """Note why the call of `save` failed. None: an exception interrupted it anywhere."""
+        if not isinstance(error, Exception):
+            name = "an exception of a signal handler" if error is None else type(error).__name__
+            error = CheckpointError(f"step {self.step} was not saved: {name} interrupted save()")
+        self.call_error = self.call_error or error
+
+    def run(self) -> None:
+        """Execute the job, unless it is finished. Only the writer calls this."""
+        if self.is_finished:
+            return
+        if self.work is None:
+            # A signal handler has interrupted the job. If that was in the call of `save`, the call
+            # has raised its exception.
+            self.was_checked = self.was_checked or self._is_run_by_caller
+        else:
+            self._is_run_by_caller = self.is_run_by_caller
+            failure: Exception | None = None
+            self._failure = CheckpointError(
+                f"step {self.step} was not saved: an exception interrupted the writer"
+            )
+            try:
+                self.work(self)
+                is_known = self.committed_at > self.started_at
+                self.durable_s = (self.committed_at if is_known else monotonic()) - self.started_at
+            except Exception as error:
+                failure = error
+            finally:
+                # These refer to the memory of the copy, which may be freed now, or to the state.
+                self.work, self.slot, self.data, self.copy = None, None, None, lambda: None
+            self._failure = failure
+        self.is_finished = True
+
+    @property
+    def is_run_by_caller(self) -> bool:
+        """True in the job, if the thread that has posted the job executes it."""
+        return self.caller == threading.get_ident()
 
     def find_late_difference(self) -> bool:
         """Return whether a rank was found to have another state after the save had succeeded.
 
         The save has failed then, and no caller has seen it.
         """
-        if self._comparison is None or self._failure is not None or not self._finished.is_set:
+        comparison = self.comparison
+        if not isinstance(comparison, RankComparison) or self._failure or not self.is_finished:
             return False
-        self._failure = self._comparison.find_difference(is_durable=True)
+        self._failure = comparison.find_difference(is_durable=True)
         self.was_checked = self.was_checked and self._failure is None
         return self._failure is not None
+
+    def unseen_failure(self) -> BaseException | None:
+        """Return the failure if the save is finished and no caller has seen that it failed."""
+        self.find_late_difference()
+        return None if self.was_checked else self._failure
 
     def settle(self) -> None:
         """Wait until the writer has finished. A failure is kept for `wait`."""
         if self._process == os.getpid():
             self._wait_until_finished(None)
 
+    def wait_for_agreement(self) -> None:
+        """Wait until all ranks are ready to copy their parts, or the save has failed."""
+        self._poll(lambda: self.is_agreed or self.is_finished, None)
+
     def _wait_until_finished(self, timeout: float | None) -> bool:
-        deadline = None if timeout is None else monotonic() + timeout
-        while not self._finished.is_set:
-            left_s = RECHECK_INTERVAL_S if deadline is None else deadline - monotonic()
-            if left_s <= 0:
+        return self._poll(lambda: self.is_finished, timeout)
+
+    def _poll(self, is_done: Callable[[], bool], timeout: float | None) -> bool:
+        now = next_start = monotonic()
+        deadline = None if timeout is None else now + timeout
+        for pause_s in poll_intervals():
+            if is_done() or (deadline is not None and now >= deadline):
                 break
-            if self._call.is_interrupted:
-                raise CheckpointError(
-                    f"step {self.step} is being written by the call that this signal handler has "
-                    "interrupted, so it cannot wait for it: return from the handler first"
-                )
-            self.start()
-            self._finished.wait(min(left_s, RECHECK_INTERVAL_S))
-        return self._finished.is_set
+            if now >= next_start:
+                if self._writer.is_interrupted:
+                    raise CheckpointError(
+                        f"step {self.step} is being written by the call that this signal handler "
+                        "has interrupted, so it cannot wait for it: return from the handler first"
+                    )
+                next_start = now + RESTART_INTERVAL_S
+                if not self._writer.start():
+                    continue
+            sleep(pause_s if deadline is None else min(pause_s, deadline - now))
+            now = monotonic()
+        return is_done()
 
     def _pending_reason(self, timeout: float | None) -> str:
         if self._process != os.getpid():
@@ -291,19 +316,20 @@ class RemoteSave(SaveHandle):
     def _pending_reason(self, timeout: float | None) -> str:
         results, step = self._results, self.step
         deadline = monotonic() + (RESULT_TIMEOUT_S if timeout is None else timeout)
-        pause = threading.Event()
         # This polls, because a wait inside the store's client blocks its other users here.
+        intervals = poll_intervals()
         while not self._poll():
             if monotonic() < deadline:
-                has_store = results.is_reachable
-                pause.wait(STORE_POLL_INTERVAL_S if has_store else STORAGE_POLL_INTERVAL_S)
+                pause_s = next(intervals)
+                sleep(pause_s if results.is_reachable else STORAGE_POLL_INTERVAL_S)
             elif results.is_reachable:
                 return (
                     f"rank 0 has not reported the result of saving step {step}: it has exited, is "
                     "still saving, or did not call save"
                 )
             else:
-                return f"rank 0 was to save {self._catalog.describe(step)}, which does not exist"
+                where = self._catalog.storage.name
+                return f"rank 0 was to save step {step} in {where}, which does not exist"
         return ""
 
     @property
@@ -324,19 +350,21 @@ class RemoteSave(SaveHandle):
         results, step = self._results, self.step
         if not self._is_finished and not results.is_reachable:
             # Pruning may have deleted this step after a newer one was committed.
-            entries = map(self._catalog.read_entry, {step, results.newest_step})
-            self._is_finished = any(entry is not None and entry.manifest for entry in entries)
-        elif not self._is_finished and (result := results.read(self._number)) is not None:
+            steps = {step, results.newest_step}
+            refs = self._catalog.live_refs()
+            self._is_finished = any(ref.step in steps and ref.is_usable for ref in refs)
+        elif not self._is_finished and (row := results.read(self._number)) is not None:
+            if row.stage == DECIDED:
+                return False
             self._is_finished = True
-            if result["step"] != step:
+            if row.step != step or row.stage == SHARDED:
                 self._failure = CheckpointError(
-                    f"rank 0 called save for step {result['step']}, and this rank for step {step}: "
-                    "all ranks must make the same calls"
+                    f"rank 0 called save for {row.describe()}, and this rank for step {step}: all "
+                    "ranks must make the same calls"
                 )
-            elif result["error"]:
-                kind = StatesDifferError if result["differs"] else CheckpointError
-                self._failure = kind(f"step {step} was not saved by rank 0: {result['error']}")
-            elif not result["is_compared"] and self._digest is not None:
+            elif row.error:
+                self._failure = row.to_error()
+            elif not row.is_compared and self._digest is not None:
                 self._failure = self._compare(self._digest)
             self._digest = None
         return self._is_finished
@@ -351,83 +379,107 @@ class RemoteSave(SaveHandle):
         return difference_error(self.step, exchange.rank, paths, is_durable=True)
 
 
-class SaveResults:
-    """The results of one manager's saves, which rank 0 publishes in the ranks' store.
+DECIDED, SKIPPED, SHARDED, FAILED, FINISHED = "decided", "skipped", "sharded", "failed", "finished"
 
-    All ranks make the same calls of `save`, so the number of a save is the same on all of them.
+
+@attrs.frozen
+class SaveRow:
+    """What rank 0 tells the other ranks about one call of `save`.
+
+    The stages are: rank 0 has decided to save or to skip; all ranks write their parts, and meet in
+    an agreement; the call has failed on rank 0; what rank 0 has written alone is finished.
+    """
+
+    step: int
+    stage: str
+    error: str = ""  # why the call or the save failed
+    differs: bool = False  # because a rank has another state
+    is_compared: bool = True  # rank 0 has found the states of all ranks to be equal
+
+    def to_error(self) -> CheckpointError:
+        """Return the error for other ranks."""
+        kind = StatesDifferError if self.differs else CheckpointError
+        return kind(f"step {self.step} was not saved by rank 0: {self.error}")
+
+    def describe(self) -> str:
+        """Return what rank 0 saves, for messages."""
+        return f"step {self.step}" + (" of a sharded state" if self.stage == SHARDED else "")
+
+
+class SaveResults:
+    """The rows about one manager's saves, which rank 0 writes to the ranks' store.
+
+    All ranks make the same calls of `save`, so the number of a call is the same on all of them.
 
     Args:
         store: the store in which torch's process group was formed, or None.
         name: identifies the manager. It is the same on all its ranks.
-        rank: this rank. Rank 0 writes the results.
+        rank: this rank. Rank 0 writes the rows.
         world_size: the number of ranks.
     """
 
     def __init__(self, store: Any, name: str, *, rank: int = 0, world_size: int = 1) -> None:
         self.is_reachable = store is not None  # False once the store's host has exited
+        self.is_shared = store is not None and world_size > 1
+        self.is_cancelled = False  # The process group has other members now.
         self.newest_step = 0  # of the saves that this rank expects from rank 0
-        self.store, self._is_publisher = store, rank == 0
+        self.store, self._rank = store, rank
+        self._num_passed_over = 0  # calls of rank 0 that this rank has not made
         self._prefix = f"elasticlib/saves/{zlib.crc32(os.fsencode(name)):08x}"
         self.digests = DigestExchange(store, self._prefix, rank, world_size)
 
-    def next_number(self) -> int:
-        """Count a save, and return its number. Each call returns the next number."""
-        # A signal handler cannot interrupt either of the two calls halfway.
-        return next(_numbers.setdefault(self._prefix, count(1)))
+    def count(self, job: LocalSave) -> None:
+        """Count a call of `save`, in one operation that a signal handler cannot interrupt."""
+        _calls.setdefault(self._prefix, []).append(job.call)
 
-    def next_group_name(self) -> str:
-        """Return a name for a group of this manager's ranks, which no other group has.
+    def number_of(self, job: LocalSave) -> int:
+        """Return the number of a call, from 1 on rank 0; 0 if it was not counted."""
+        calls = _calls.get(self._prefix, [])
+        numbers = (at for at in range(len(calls), 0, -1) if calls[at - 1] is job.call)
+        number = next(numbers, 0)
+        return number and number + self._num_passed_over
 
-        All ranks of the manager make the same calls, whatever other groups they have.
-        """
-        prefix = f"{self._prefix}/group"
-        return f"{prefix}/{next(_numbers.setdefault(prefix, count(1)))}"
-
-    def publish(
-        self,
-        number: int,
-        step: int,
-        error: BaseException | None = None,
-        *,
-        is_compared: bool = True,
-    ) -> None:
-        """Publish the result of a save, if this is rank 0 and there is a store.
+    def connect(self, world_size: int, number: int) -> PeerGroup:
+        """Connect the ranks, for collectives that never mix with those of the training.
 
         Args:
-            number: the number of the save.
-            step: its step.
-            error: why it failed, or None.
-            is_compared: whether rank 0 has found the states of all ranks to be equal. Otherwise
-                each rank compares its own with that of rank 0.
+            world_size: the number of ranks.
+            number: the number of the save for which all ranks do this.
         """
-        if not (self.is_reachable and self._is_publisher):
-            return
-        message = "" if error is None else str(error)[:4000]
-        result = {
-            "step": step,
-            "error": message,
-            "differs": isinstance(error, StatesDifferError),
-            "is_compared": is_compared,
-        }
-        try:
-            self.store.set(self._key(number), json.dumps(result))
-            self._delete_old(number)
-        except (RuntimeError, NotImplementedError) as lost:
-            log.info("cannot publish the result of saving step %d to other ranks: %s", step, lost)
+        if not self.is_shared:
+            return PeerGroup()
+        name = f"{self._prefix}/group/{number}"
+        return PeerGroup.connect(self.store, name, self._rank, world_size)
 
-    def read(self, number: int) -> dict[str, Any] | None:
-        """Return the result of a save, with its `step` and `error`, or None if there is none."""
+    def publish(
+        self, job: LocalSave, error: BaseException | None = None, *, is_compared: bool = True
+    ) -> None:
+        """Publish the result of a save that rank 0 has written alone.
+
+        Args:
+            job: the save.
+            error: why it failed, or None.
+            is_compared: see `SaveRow`.
+        """
+        row = SaveRow(job.step, FINISHED, *_describe(error), is_compared=is_compared)
+        self._write_or_log(job, row)
+
+    def publish_failed_call(self, job: LocalSave) -> None:
+        """Publish that the call of `save` has failed on rank 0."""
+        self._write_or_log(job, SaveRow(job.step, FAILED, *_describe(job.call_error)))
+
+    def read(self, number: int) -> SaveRow | None:
+        """Return the row of a call, or None if there is none."""
         try:
             if not self.store.check([self._key(number)]):
                 return None
-            result: dict[str, Any] = json.loads(self.store.get(self._key(number)))
+            return SaveRow(**json.loads(self.store.get(self._key(number))))
         except RuntimeError as lost:
             log.info("cannot read the result of save %d in the ranks' store: %s", number, lost)
             self.is_reachable = False
             return None
-        return result
 
-    def agree_to_skip(self, number: int, step: int, *, is_busy: bool) -> bool:
+    def agree_to_skip(self, job: LocalSave, *, is_busy: bool) -> bool:
         """Return whether all ranks skip this save: rank 0's `is_busy`, which it publishes.
 
         Raises:
@@ -437,36 +489,88 @@ class SaveResults:
         try:
             if not self.is_reachable:
                 raise RuntimeError("there is no process group")
-            if self._is_publisher:
-                self.store.set(self._decision_key(number), "skip" if is_busy else "save")
-                self._delete_old(number)
+            if self._rank == 0:
+                self._write(job, SaveRow(job.step, SKIPPED if is_busy else DECIDED))
                 return is_busy
-            return self._read_decision(number, step)
+            row = self._wait_for_row(job)
         except (RuntimeError, NotImplementedError) as error:
             raise CheckpointError(
-                f"step {step} was not saved: with if_busy='skip' on several ranks, rank 0 decides "
-                f"for all of them through the store of the process group: {error}"
+                f"step {job.step} was not saved: with if_busy='skip' on several ranks, rank 0 "
+                f"decides for all of them through the store of the process group: {error}"
             ) from error
+        if row.stage == FAILED:
+            raise row.to_error()
+        return row.stage == SKIPPED
 
-    def _read_decision(self, number: int, step: int) -> bool:
-        key, pause, interval_s = self._decision_key(number), threading.Event(), 0.001
-        deadline = monotonic() + RESULT_TIMEOUT_S
-        while not self.store.check([key]):
-            if (result := self.read(number)) is not None and result["error"]:
-                raise CheckpointError(f"step {step} was not saved by rank 0: {result['error']}")
-            if monotonic() > deadline:
-                raise RuntimeError(f"rank 0 did not call save within {RESULT_TIMEOUT_S:g} s")
-            pause.wait(interval_s)
-            interval_s = min(2 * interval_s, STORE_POLL_INTERVAL_S)
-        return bool(self.store.get(key) == b"skip")
+    def join_sharded_save(self, job: LocalSave) -> int | None:
+        """Return the number of the save if all ranks meet in the agreement of a sharded save.
 
-    def _delete_old(self, number: int) -> None:
-        if (old := number - NUM_STORED_RESULTS) > 0:
+        Rank 0 decides that, because a call that fails on one rank may not know whether the state is
+        sharded. Rank 0 publishes its decision before it waits for the other ranks.
+
+        Returns:
+            The number; or None if this rank's call has failed, and no other rank waits for it.
+
+        Raises:
+            CheckpointError: the state is sharded, and rank 0 does not save its part.
+        """
+        if not self.is_shared:
+            return None if job.call_error else 1
+        if self._rank == 0:
+            self._write(job, SaveRow(job.step, SHARDED))
+            return self.number_of(job)
+        row = self._wait_for_row(job, DECIDED)
+        while job.is_sharded and row.stage == FINISHED and row.step != job.step:
+            self._num_passed_over += 1  # Rank 0 has saved another state alone.
+            row = self._wait_for_row(job, DECIDED)
+        if row.stage == SHARDED:
+            return self.number_of(job)
+        if job.call_error is not None:
+            return None
+        if row.stage == FAILED:
+            raise row.to_error()
+        raise CheckpointError(
+            f"step {job.step} was not saved: this rank's state has sharded tensors, and that of "
+            f"rank 0 at step {row.step} has none"
+        )
+
+    def _wait_for_row(self, job: LocalSave, earlier_stage: str = "") -> SaveRow:
+        """Wait for the row of a call, of a later stage than the given one.
+
+        Raises:
+            CheckpointError: rank 0 does not call `save`.
+        """
+        started_at = monotonic()
+        for pause_s in poll_intervals():
+            row = self.read(self.number_of(job))
+            if row is not None and row.stage != earlier_stage:
+                return row
+            is_leaving = job.call_error is not None and EXIT.has_begun
+            timeout_s = EXIT_TIMEOUT_S if is_leaving else RESULT_TIMEOUT_S
+            if self.is_cancelled or not self.is_reachable or monotonic() > started_at + timeout_s:
+                break
+            sleep(pause_s)
+        raise CheckpointError(
+            f"step {job.step} was not saved: rank 0 has exited, or has not called save"
+        )
+
+    def _write_or_log(self, job: LocalSave, row: SaveRow) -> None:
+        try:
+            self._write(job, row)
+        except (RuntimeError, NotImplementedError) as lost:
+            log.info("cannot publish the result of saving step %d: %s", job.step, lost)
+
+    def _write(self, job: LocalSave, row: SaveRow) -> None:
+        number = self.number_of(job)
+        if not self.is_reachable or self._rank != 0 or not number:
+            return
+        self.store.set(self._key(number), json.dumps(attrs.asdict(row)))
+        if (old := number - NUM_STORED_ROWS) > 0:
             self.store.delete_key(self._key(old))
-            self.store.delete_key(self._decision_key(old))
 
     def _key(self, number: int) -> str:
         return f"{self._prefix}/{number}"
 
-    def _decision_key(self, number: int) -> str:
-        return f"{self._prefix}/{number}/decision"
+
+def _describe(error: BaseException | None) -> tuple[str, bool]:
+    return ("" if error is None else str(error)[:4000]), isinstance(error, StatesDifferError)

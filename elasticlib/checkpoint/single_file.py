@@ -1,8 +1,7 @@
 """Checkpoints of a single file each: `save_checkpoint`, `load_checkpoint`, `latest_checkpoint`.
 
-Each file is a safetensors file whose header has the checksum of its data. The functions add no
-mechanism of their own: `pack` lays out and copies a state, `LocalStorage` replaces the file, and
-`catalog.find_difference` verifies it.
+Each file is a pack. The functions add no mechanism of their own: `pack` lays out and copies a
+state, `LocalStorage` replaces the file, and `catalog.find_difference` verifies it.
 """
 
 from __future__ import annotations
@@ -12,25 +11,20 @@ import logging
 import os
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import CheckpointCorruptError, CheckpointError, CheckpointUnreadableError
 from ..untrusted import open_regular_file
-from .catalog import DataFile, find_difference
+from .catalog import find_difference
 from .pack import plan_layout, unpack
-from .safetensors_header import (
-    PREFIX_BYTES,
-    PackHeader,
-    read_header,
-    read_size,
-    with_data_checksum,
-)
+from .safetensors_header import CRC_BYTES, PackHeader, read_head, read_header
 from .storage import (
     MAX_READER_THREADS,
     LocalStorage,
-    OnChunk,
     checksum,
+    encode_checksum,
     new_memory,
     read_handle_into,
     temp_target,
@@ -65,11 +59,11 @@ def save_checkpoint(path: str | os.PathLike[str], state: object) -> None:
         image = plan_layout(state)
     except CheckpointError as error:
         raise CheckpointError(f"{target} was not written: {error}") from None
-    storage, start = LocalStorage(target.parent), image.layout.start
+    storage = LocalStorage(target.parent)
     try:
         pack = memoryview(new_memory(image.size))
         image.copy_to(pack)
-        pack[:start] = with_data_checksum(image.header, checksum(pack[start:]))
+        pack[-CRC_BYTES:] = encode_checksum(checksum(pack[:-CRC_BYTES]))
         target.parent.mkdir(parents=True, exist_ok=True)
         for name in storage.list_files(""):
             if temp_target(name) == target.name:
@@ -98,15 +92,13 @@ def load_checkpoint(path: str | os.PathLike[str], *, map_location: MapLocation =
     Raises:
         FileNotFoundError: the file does not exist.
         CheckpointCorruptError: the file is truncated or changed, or was not written by elasticlib.
-        CheckpointError: `torch.save`, a `CheckpointManager`, or a version with another format wrote
-            the file; or this program lacks a library that the state needs.
+        CheckpointError: `torch.save` or a version with another format wrote the file; it is a part
+            of a sharded checkpoint; or this program lacks a library that the state needs.
     """
     with _open(path) as file:
-        header = _read_file_header(file, path)
         # The tensors use this memory.
-        memory = memoryview(new_memory(header.size))
-        os.preadv(file.fileno(), [memory[: header.start]], 0)
-        _verify_data(file, path, header, memory[header.start :])
+        memory = memoryview(new_memory(_read_file_header(file, path).size))
+        _verify(file, path, memory)
     try:
         return unpack(memory, map_location=map_location, copy=False)
     except CheckpointCorruptError as error:
@@ -137,7 +129,8 @@ def latest_checkpoint(folder: str | os.PathLike[str], pattern: str = "*.pt") -> 
         path = Path(folder, name)
         try:
             with _open(path) as file:
-                _verify_data(file, path, _read_file_header(file, path))
+                _read_file_header(file, path)
+                _verify(file, path)
         except (CheckpointError, OSError) as error:
             log.warning("skipped a checkpoint: %s", error)
             errors.append(error)
@@ -176,41 +169,41 @@ def _incomplete(path: str | os.PathLike[str], reason: object) -> CheckpointCorru
 
 def _read_file_header(file: BinaryIO, path: str | os.PathLike[str]) -> PackHeader:
     """Return the header of a file, whose size must be the one that the header gives."""
-    start, size_on_disk = file.read(PREFIX_BYTES), os.fstat(file.fileno()).st_size
-    if start.startswith(_ZIP_MAGIC):
+    handle, size = file.fileno(), os.fstat(file.fileno()).st_size
+    if os.pread(handle, len(_ZIP_MAGIC), 0) == _ZIP_MAGIC:
         raise CheckpointError(
             f"{os.fspath(path)} is a zip archive, as torch.save writes it, and has no checksum: "
             f"load it with torch.load({os.fspath(path)!r}, weights_only=True)"
         )
     try:
-        size, header_size = read_size(start)
-        if size != size_on_disk:
-            raise CheckpointCorruptError(f"it must have {size} bytes, but has {size_on_disk}")
-        return read_header(start + file.read(header_size - len(start)))
+        header = read_header(read_head(lambda count: os.pread(handle, count, 0)))
+        if header.size != size:
+            raise CheckpointCorruptError(f"it must have {header.size} bytes, but has {size}")
     except CheckpointCorruptError as error:
         raise _incomplete(
             path, f"{error}: truncated, changed, or not written by elasticlib"
         ) from error
     except CheckpointUnreadableError as error:
         raise CheckpointUnreadableError(f"{os.fspath(path)} cannot be read: {error}") from error
+    if "shards" in header.tree:
+        raise CheckpointError(
+            f"{os.fspath(path)} is a part of a sharded checkpoint: load the checkpoint with "
+            "CheckpointManager(folder).load(step)"
+        )
+    return header
 
 
-def _verify_data(
-    file: BinaryIO, path: str | os.PathLike[str], header: PackHeader, into: memoryview | None = None
-) -> None:
-    """Read the data of a file, and compare their checksum with the one in the header.
+def _verify(file: BinaryIO, path: str | os.PathLike[str], into: memoryview | None = None) -> None:
+    """Read a file, and compare its checksum with that of its bytes.
 
     The caller keeps the file open, because another save may replace it at any time.
     """
-    if header.checksum is None:
-        raise CheckpointError(
-            f"{os.fspath(path)} has no checksum, because a CheckpointManager wrote it: load "
-            "it with CheckpointManager(folder).load(step)"
-        )
-
-    def read(buffer: memoryview, start: int, on_chunk: OnChunk) -> int:
-        return read_handle_into(file.fileno(), buffer, header.start + start, on_chunk)
-
-    data = DataFile(Path(path).name, header.size - header.start, header.checksum)
-    if difference := find_difference(data, read, into, max_threads=MAX_READER_THREADS):
+    difference = find_difference(
+        Path(path).name,
+        os.fstat(file.fileno()).st_size,
+        partial(read_handle_into, file.fileno()),
+        into,
+        max_threads=MAX_READER_THREADS,
+    )
+    if difference:
         raise _incomplete(path, difference)

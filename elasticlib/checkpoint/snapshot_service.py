@@ -1,4 +1,4 @@
-"""Snapshot service of an agent: replicas on other nodes, freeing of memory, and the final save.
+"""Snapshot service of an agent: replicas on other nodes, freeing of memory, and the end save.
 
 Workers write their snapshots into the directory of their attempt (one start of an agent's workers),
 and wake the agent through a pipe there. The agent sends the snapshots to other nodes, stores those
@@ -14,17 +14,23 @@ import os
 import select
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from ..agent.interface import SnapshotService
 from ..clock import monotonic
 from ..errors import ConfigError, ElasticError, require_not_none
 from ..rendezvous.interface import RendezvousInfo
-from ..threads import daemon_thread
+from ..threads import daemon_thread, start_thread
+from ..untrusted import open_regular_file
 from ..workers.spec import WorkerGroup
-from .final_save import FinalSave
+from .catalog import CheckpointCatalog
+from .commit import Committer
+from .end_save import EndSave
+from .refs import Writer
 from .replication import (
     JOIN_TIMEOUT_S,
+    ReplicaEndpoint,
     ReplicaReceiver,
     ReplicaSender,
     SnapshotKind,
@@ -34,16 +40,22 @@ from .replication import (
 )
 from .snapshot_slots import (
     WAKEUP_PIPE,
+    kind_of,
     list_snapshots,
     newest_local_snapshots,
     remove_incomplete,
+    remove_old_copies,
     remove_superseded,
     wake_agent,
 )
+from .storage import open_storage
 
 log = logging.getLogger("elasticlib.checkpoint")
 
 FLUSH_TIMEOUT_S = 5.0  # A node that leaves waits this long for other nodes to store its snapshots.
+RELEASE_TIMEOUT_S = 10.0  # A disk that hangs must not keep an agent from ending.
+CLAIMED_PREFIX = "claimed."  # of a file in which a worker names a directory that it has claimed
+MAX_LOCATION_BYTES = 8192
 POLL_INTERVAL_S = 2.0  # An agent without a wakeup notices removed memory after this time.
 
 
@@ -56,6 +68,7 @@ class ReplicationSession:
         replicas: The number of other nodes that store each snapshot.
         num_workers: The number of workers of this node.
         secret: The job's secret, if it has one.
+        address: As for `NodeSnapshotService`.
     """
 
     def __init__(
@@ -66,7 +79,9 @@ class ReplicationSession:
         num_workers: int,
         *,
         secret: bytes | None,
+        address: str,
     ) -> None:
+        self._info, self._address = info, address
         self._store, self._rank = info.store, info.rank
         self._exchange_prefix = info.exchange_prefix
         self._num_nodes, self._num_workers = info.world_size, num_workers
@@ -77,25 +92,50 @@ class ReplicationSession:
         self._senders = [ReplicaSender(info, target, attempt_dir, secret) for target in targets]
         self._thread = daemon_thread(self._run, "agent-snapshots")
         self._is_stopped = False
+        self._endpoint: ReplicaEndpoint | None = None  # once this node receives snapshots
         self._is_endpoint_published = False
         self._is_replication_published = False
         self._is_cleared = False  # no snapshot of an earlier attempt is left
 
-    def start(self, address: str) -> None:
-        """Start to receive snapshots at this address, and to send them.
+    def start(self) -> None:
+        """Start to receive snapshots and to send them.
+
+        The address is found in another thread if a name has to be resolved for it, because the
+        caller is the agent's event loop. An address that cannot be used is then a warning.
 
         Raises:
-            OSError: `address` is not an address of this node, or the memory cannot be used.
+            OSError: The address is not one of this node, or the memory cannot be used.
         """
-        self._endpoint = self._receiver.start(address)
+        self._pipe = self._open_pipe()
         try:
-            self._pipe = self._open_pipe()
+            if _is_literal(self._address or self._info.bootstrap_store_info.master_addr):
+                self._receive()
+            else:
+                start_thread(daemon_thread(self._receive_or_warn, "agent-replicas-address"))
         except BaseException:
             self._receiver.stop()
+            self._close_pipe()
             raise
         for sender in self._senders:
             sender.start()
         self._thread.start()
+
+    def _receive(self) -> None:
+        self._endpoint = self._receiver.start(self._address or own_address(self._info))
+
+    def _receive_or_warn(self) -> None:
+        try:
+            self._receive()
+        except OSError as error:
+            if not self._is_stopped:
+                what = f"use {self._address}" if self._address else "find its own address"
+                log.warning(
+                    "this node stores no snapshots of other nodes in generation %d: it cannot %s: "
+                    "%s; set local_addr (--local-addr) to an address at which they reach it",
+                    *(self._info.generation, what, error),
+                )
+        else:
+            wake_agent(self._attempt_dir)
 
     def flush(self, timeout_s: float) -> None:
         """Wait until the other nodes have the last snapshots, for at most `timeout_s` seconds."""
@@ -119,6 +159,10 @@ class ReplicationSession:
         # It is also opened for writing, so that it is not at its end while no worker has it open.
         return os.open(self._attempt_dir / WAKEUP_PIPE, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
+    def _close_pipe(self) -> None:
+        os.close(self._pipe)
+        (self._attempt_dir / WAKEUP_PIPE).unlink(missing_ok=True)
+
     def _run(self) -> None:
         while not self._is_stopped:
             for sender in self._senders:
@@ -138,11 +182,10 @@ class ReplicationSession:
                     pipe = self._open_pipe()
                     os.close(self._pipe)
                     self._pipe = pipe
-        os.close(self._pipe)
-        (self._attempt_dir / WAKEUP_PIPE).unlink(missing_ok=True)
+        self._close_pipe()
 
     def _publish_endpoint(self) -> None:
-        if not self._is_endpoint_published:
+        if self._endpoint is not None and not self._is_endpoint_published:
             key = endpoint_key(self._exchange_prefix, self._rank)
             require_not_none(self._store, "the store").set(key, self._endpoint.encode())
             self._is_endpoint_published = True
@@ -155,11 +198,9 @@ class ReplicationSession:
         """
         if self._is_cleared:
             return
-        own = [ref.header for ref in newest_local_snapshots(self._attempt_dir)]
-        is_sharded = any(header.parts > 1 for header in own)
-        if own and (
-            not is_sharded or self._have_all_nodes_replicated({(r.name, r.part) for r in own})
-        ):
+        own = newest_local_snapshots(self._attempt_dir)
+        is_sharded = any(ref.parts > 1 for ref in own)
+        if own and (not is_sharded or self._have_all_nodes_replicated(set(map(kind_of, own)))):
             memory, attempt = self._attempt_dir.parent, int(self._attempt_dir.name)
             self._is_cleared = remove_superseded(memory, list_snapshots(memory), attempt)
 
@@ -205,7 +246,8 @@ class NodeSnapshotService(SnapshotService):
         self._attempt_dir: Path | None = None  # of the last attempt that had memory
         self._info: RendezvousInfo | None = None  # the last generation
         self._session: ReplicationSession | None = None
-        self._helping: FinalSave | None = None  # writes parts for nodes that leave
+        self._helping: EndSave | None = None  # writes parts for nodes that leave
+        self._has_job_ended = False  # on all nodes
 
     def on_workers_starting(self, info: RendezvousInfo, group: WorkerGroup) -> None:
         self._stop()
@@ -215,6 +257,7 @@ class NodeSnapshotService(SnapshotService):
             return  # The workers keep no snapshots. Earlier ones stay for `close`.
         self._attempt_dir = attempt_dir
         remove_incomplete(attempt_dir.parent, int(attempt_dir.name))
+        remove_old_copies(attempt_dir.parent)
         if not self._replicas or info.world_size == 1:
             return
         if info.store is None or not info.exchange_prefix:
@@ -222,46 +265,61 @@ class NodeSnapshotService(SnapshotService):
                 "snapshot_replicas (--snapshot-replicas) needs a store that the nodes share, and "
                 "this rendezvous has none: leave it out"
             )
-        try:
-            address = self._address or own_address(info)
-        except OSError as error:
-            log.warning(
-                "snapshots of generation %d are not replicated from and to this node: it cannot "
-                "find its own address: %s; set local_addr (--local-addr)",
-                *(info.generation, error),
-            )
-            return
         session = ReplicationSession(
-            info, attempt_dir, self._replicas, len(group.workers), secret=self._secret
+            info,
+            attempt_dir,
+            self._replicas,
+            len(group.workers),
+            secret=self._secret,
+            address=self._address,
         )
         try:
-            session.start(address)
+            session.start()
         except OSError as error:
             raise ConfigError(
-                f"this node cannot receive snapshot replicas at {address}: {error}; set local_addr "
-                "(--local-addr) to an address at which the other nodes reach it"
+                f"this node cannot receive snapshot replicas at {self._address or 'its address'}: "
+                f"{error}; set local_addr (--local-addr) to an address at which the other nodes "
+                "reach it"
             ) from error
         self._session = session
 
     def on_workers_stopped(self) -> None:
         if self._attempt_dir is not None and self._helping is None:
             # A node that leaves may need parts that are here, and waits for this node to write.
-            self._helping = self._create_final_save(self._attempt_dir, leaves=False)
+            self._helping = self._create_end_save(self._attempt_dir, leaves=False)
             daemon_thread(self._helping.run, "agent-helps").start()
+
+    def on_job_ended(self) -> None:
+        self._has_job_ended = True
 
     def close(self, *, flush: bool, cancel_reason: Callable[[], str] = str) -> str:
         if flush and self._session is not None:
             self._session.flush(FLUSH_TIMEOUT_S)
         self._stop()
-        if not flush or self._attempt_dir is None:
-            return ""
-        final_save = self._create_final_save(self._attempt_dir, leaves=True)
-        problem = final_save.run(cancel_reason=cancel_reason)
-        self.saved_step = final_save.saved
+        problem = ""
+        if flush and self._attempt_dir is not None:
+            end_save = self._create_end_save(self._attempt_dir, leaves=True)
+            problem = end_save.run(cancel_reason=cancel_reason)
+            self.saved_step = end_save.saved
+        if self._has_job_ended:
+            self._release_directories(cancel_reason)
         return problem
 
-    def _create_final_save(self, attempt_dir: Path, *, leaves: bool) -> FinalSave:
-        return FinalSave(attempt_dir.parent, self._info, is_leaving=leaves)
+    def _release_directories(self, cancel_reason: Callable[[], str]) -> None:
+        """Let any process write to the checkpoint directories of the job, which has ended."""
+        if self._attempt_dir is None or self._info is None:
+            return
+        writer = Writer(self._info.run_id, self._info.incarnation)
+        release = partial(release_directories, self._attempt_dir.parent, writer)
+        # Nothing can interrupt a thread that waits for a disk that hangs.
+        thread = daemon_thread(release, "agent-release")
+        thread.start()
+        deadline = monotonic() + RELEASE_TIMEOUT_S
+        while thread.is_alive() and monotonic() < deadline and not cancel_reason():
+            thread.join(0.1)
+
+    def _create_end_save(self, attempt_dir: Path, *, leaves: bool) -> EndSave:
+        return EndSave(attempt_dir.parent, self._info, is_leaving=leaves)
 
     def _stop(self) -> None:
         if self._helping is not None:
@@ -271,10 +329,35 @@ class NodeSnapshotService(SnapshotService):
         self._helping = self._session = None
 
 
+def release_directories(memory: Path, writer: Writer) -> None:
+    """Release the checkpoint directories that workers have claimed.
+
+    Args:
+        memory: the directory of the agent's snapshots. A worker leaves a file there that names the
+            directory or URL that it has claimed.
+        writer: a writer of the launch.
+    """
+    paths = {path.name: path for path in memory.glob(f"[0-9]*/{CLAIMED_PREFIX}*")}
+    for path in paths.values():
+        try:
+            with open_regular_file(path) as handle:
+                location = os.fsdecode(os.read(handle, MAX_LOCATION_BYTES))
+            if os.path.isabs(location) or "://" in location:
+                catalog = CheckpointCatalog(open_storage(location))
+                if catalog.known_fence() is not None:
+                    Committer(catalog, writer, (), None).release()
+        except (ElasticError, OSError, ValueError) as error:
+            log.warning("a checkpoint directory was not released at the end of the job: %s", error)
+
+
 def own_address(info: RendezvousInfo) -> str:
     """Return the local address that this node uses to connect to the generation's first node.
 
-    On the first node, it is the address that the others connect to.
+    On the first node, it is the address that the others connect to. This may block, if that is a
+    name.
+
+    Raises:
+        OSError: The name does not resolve, or there is no route to it.
     """
     first = info.bootstrap_store_info
     addresses = socket.getaddrinfo(
@@ -287,3 +370,10 @@ def own_address(info: RendezvousInfo) -> str:
         # Connecting a datagram socket chooses a route and sends nothing.
         probe.connect(target)
         return str(probe.getsockname()[0])
+
+
+def _is_literal(host: str) -> bool:
+    """Return True if a host is given by its address, so that no name server is asked for it."""
+    with contextlib.suppress(socket.gaierror):
+        return bool(socket.getaddrinfo(host, 0, flags=socket.AI_NUMERICHOST))
+    return False

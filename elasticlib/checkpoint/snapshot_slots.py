@@ -1,9 +1,15 @@
 """Slots: memory for copies of a state, which snapshots and saves of one worker share.
 
 Each writer has files of its own in its agent's shared memory, its slots. The first pages of a slot
-is the header of the snapshot that follows. The header is cleared before the bytes after it are
-changed, and is written last. So a reader sees a complete snapshot or none, whenever a writer is
-killed. Writer and reader lock the slot that they use, and neither waits for the other.
+are the header of the snapshot that follows. The header is cleared before the bytes after it are
+changed, and is written last, by one store. So a reader sees a complete snapshot or none, whenever a
+writer is killed or interrupted. Writer and reader lock the slot that they use, and neither waits
+for the other.
+
+Only the thread that copies changes the list of slots, so there is no lock. If an exception of a
+signal handler interrupted a call, the next one reads the list from the headers again, as a new
+process would. The writer thread allocates a spare slot in idle time, which is not in the list until
+a copy takes it.
 
 A save copies the state into a slot, too, and reserves it until it is written to the disk. The slot
 has no header unless the copy is also a snapshot. Without an agent, or if its memory is full, the
@@ -21,6 +27,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import io
 import json
 import logging
 import mmap
@@ -28,17 +35,29 @@ import os
 import secrets
 import shutil
 import struct
-import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import lru_cache
+from itertools import count
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import attrs
 
-from ..clock import monotonic
-from ..errors import CheckpointError, require_not_none
-from ..untrusted import open_regular_file, read_fields, read_json
+from ..clock import monotonic, sleep
+from ..codec import from_json, to_json
+from ..errors import CheckpointError
+from ..untrusted import open_regular_file, read_json
+from .refs import (
+    MEMORY,
+    REPLICA,
+    Line,
+    StateRef,
+    Writer,
+    may_free,
+    num_retained,
+    without_old_copies,
+)
 from .safetensors_header import round_up
 from .storage import new_memory
 
@@ -54,15 +73,18 @@ WAKEUP_RETRY_S = (
 # Whole pages, so that the tensors in the snapshot are aligned. The longest path takes one of them.
 HEADER_BYTES = 8192
 MAX_OVERSIZE_FACTOR = 2  # A slot is at most so many times as large as the snapshot in it.
-CHUNK_BYTES = 4 << 20  # Memory is populated in chunks, so that a snapshot waits for one at most.
+CHUNK_BYTES = 4 << 20  # Memory for the next snapshot is allocated in chunks.
+COPY_PAUSE_S = 0.005  # between two chunks, while a copy is under way
+CLOSE_POLL_S = 0.001
 # A slot has room for a state that grows by this fraction. The room takes no memory until then.
 SPARE_FRACTION = 16
 
-_MAGIC = b"ELSLOT3\n"
+_MAGIC = b"ELSLOT4\n"
 _HEAD = struct.Struct("<8sII")  # magic, size of the JSON text, its CRC-32
 _compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 _madvise = getattr(ctypes.CDLL(None, use_errno=True), "madvise", None)
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
+_OUT_OF_MEMORY = (errno.ENOSPC, errno.ENOMEM)
 
 
 # -- headers: pure ---------------------------------------------------------------------------------
@@ -76,32 +98,57 @@ class SnapshotHeader:
     step: int
     sequence: int  # number of the snapshot, counted from 1 by its writer
     size: int  # of the pack after the header, in bytes
-    run: str
-    generation: int
+    writer: Writer
+    line: Line  # the newest branches; the last one is that of the snapshot
     part: int = 0  # number of the rank's part, if the state is sharded
     parts: int = 1  # number of the parts of the state
     folder: str = ""  # where the snapshot is written when the job ends without it; empty: nowhere
-    incarnation: str = ""
     sharded: bool = False  # whether the pack is a rank's part of a sharded state, even the only one
     # Digest of the values that rank 0 would save for all ranks; empty if the pack lacks them, or
     # has those of one rank.
     values: str = ""
+    saved_at: float = 0.0  # Unix time of the writer's clock, for display
+    copy: int = 0  # see `StateRef`; a replica has the header of the original
 
     @property
     def num_retained(self) -> int:
-        """The number of complete snapshots that stay while another one is written.
+        """The number of complete snapshots that stay while another one is written."""
+        return num_retained(self.parts)
 
-        One is enough if the state is the same on all ranks, because any rank's snapshot will do.
-        The parts of a sharded state must be of the same step, so two stay. A rank can begin to
-        write step n + 1 once it has entered the collective of that step. Another rank may still be
-        writing step n, with only n - 1 complete, so the first rank must still have n - 1. A rank
-        that writes n + 2 has left the collective of n + 1, which every rank has then entered, so
-        all ranks have n complete.
+    def ref(self, place: str) -> StateRef:
+        """Return the state in a slot with this header.
+
+        Args:
+            place: the path of the slot in the agent's memory.
         """
-        return 2 if self.parts > 1 else 1
+        is_own = place.rpartition("/")[2].startswith(f"{LOCAL_PREFIX}.")
+        return StateRef(
+            branch=self.line[-1].id,
+            step=self.step,
+            name=self.name,
+            parts=self.parts if self.sharded else 0,
+            part=self.part if self.sharded else None,
+            copy=self.copy + (not is_own),
+            writer=self.writer,
+            line=self.line,
+            tier=MEMORY if is_own else REPLICA,
+            place=place,
+            number=self.sequence,
+            size=self.size,
+            saved_at=self.saved_at,
+            values=self.values,
+        )
 
 
-_FIELDS = tuple(field.name for field in attrs.fields(SnapshotHeader))
+@lru_cache(maxsize=16)
+def _encode_origin(writer: Writer, line: Line) -> str:
+    """Return the JSON text of the fields that are equal in many headers."""
+    return f'"writer":{_compact(to_json(writer))},"line":{_compact(to_json(line))}'
+
+
+_FIELDS = tuple(
+    field.name for field in attrs.fields(SnapshotHeader) if field.name not in ("writer", "line")
+)
 
 
 def encode_header(header: SnapshotHeader) -> bytes:
@@ -110,8 +157,9 @@ def encode_header(header: SnapshotHeader) -> bytes:
     Raises:
         CheckpointError: The header has more than `HEADER_BYTES`.
     """
-    fields = {name: getattr(header, name) for name in _FIELDS}
-    text = _compact(fields).encode(errors="surrogateescape")  # A path may not be UTF-8.
+    fields = _compact({name: getattr(header, name) for name in _FIELDS})
+    origin = _encode_origin(header.writer, header.line)
+    text = f"{fields[:-1]},{origin}}}".encode(errors="surrogateescape")  # A path may not be UTF-8.
     if _HEAD.size + len(text) > HEADER_BYTES:
         raise CheckpointError(
             f"the header of a snapshot has at most {HEADER_BYTES} bytes, and that of step "
@@ -140,8 +188,9 @@ def header_from_fields(fields: Any) -> SnapshotHeader:
     Raises:
         ValueError: A field is missing, unknown, or of another type or range.
     """
-    header = read_fields(SnapshotHeader, fields)
-    if not (0 <= header.part < header.parts and header.size > 0 and header.sequence > 0):
+    header = from_json(SnapshotHeader, fields)
+    is_valid = 0 <= header.part < header.parts and header.size > 0 and header.sequence > 0
+    if not is_valid or not header.line:
         raise ValueError(f"these are not the fields of a snapshot: {header!s:.200}")
     return header
 
@@ -155,45 +204,28 @@ class Slot:
 
     capacity: int  # bytes after the header
     header: SnapshotHeader | None = None  # None if the slot contains no complete snapshot
-    save: Save | None = None  # the last save that was written to the disk from this slot
-
-    @property
-    def is_reserved(self) -> bool:
-        """True while a save is being written to the disk from this slot."""
-        return self.save is not None and not self.save.is_finished
-
-
-class Save(Protocol):
-    """A save that is written from a slot, see `save_handle.LocalSave`."""
-
-    @property
-    def is_finished(self) -> bool: ...
-
-    def settle(self) -> None:
-        """Wait until it is finished."""
 
 
 SlotT = TypeVar("SlotT", bound=Slot)
 
 
 def choose_slots(
-    slots: Sequence[SlotT], size: int, num_retained: int
+    slots: Sequence[SlotT], size: int, num_retained: int, reserved: Collection[SlotT] = ()
 ) -> tuple[list[SlotT], list[SlotT]]:
     """Choose the slots for the next snapshot of `size` bytes.
 
     Returns:
         Two lists: the slots that can hold the snapshot (empty slots first, then the oldest
         snapshots), and the slots that are too small or too large. The slots of the newest
-        `num_retained` complete snapshots and reserved slots are in neither list.
+        `num_retained` complete snapshots and those in `reserved` are in neither list.
     """
     complete = sorted([slot for slot in slots if slot.header is not None], key=_sequence)
     free = [slot for slot in slots if slot.header is None] + complete[:-num_retained]
     usable: list[SlotT] = []
     useless: list[SlotT] = []
     for slot in free:
-        if not slot.is_reserved:
-            fits = size <= slot.capacity <= size * MAX_OVERSIZE_FACTOR
-            (usable if fits else useless).append(slot)
+        if slot not in reserved:
+            (usable if _fits(slot, size) else useless).append(slot)
     return usable, useless
 
 
@@ -201,89 +233,27 @@ def _sequence(slot: Slot) -> int:
     return slot.header.sequence if slot.header else 0
 
 
-SnapshotSeries: TypeAlias = tuple[str, str, int, int]
-"""Owner, name, part and number of parts of the snapshots that replace one another."""
+def _fits(slot: Slot, size: int) -> bool:
+    return size <= slot.capacity <= size * MAX_OVERSIZE_FACTOR
 
 
-@attrs.frozen
-class SnapshotRef:
-    """A complete snapshot in an agent's memory."""
-
-    era: int  # number of the attempt in which it was put there
-    owner: str  # the node that sent it; empty if a worker of this node wrote it
-    file: str  # path of its slot in the memory
-    header: SnapshotHeader
-
-    @property
-    def series(self) -> SnapshotSeries:
-        """The series of the snapshot."""
-        return (self.owner, self.header.name, self.header.part, self.header.parts)
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """A key that is larger for a snapshot that was written later in the same series."""
-        return (self.era, self.header.sequence)
+def era_of(ref: StateRef) -> int:
+    """Return the number of the attempt in which a snapshot was put into the memory."""
+    return int(ref.place.partition("/")[0])
 
 
-def valid_snapshots(refs: Iterable[SnapshotRef]) -> tuple[SnapshotRef, ...]:
-    """Return the snapshots that a job may resume from.
-
-    Newer steps precede older ones; for equal steps, this node's own snapshots are first. A worker
-    that resumed from an earlier step has abandoned the later ones: a snapshot is valid only if all
-    that were written after it in its series are of later steps.
-    """
-    lowest: dict[SnapshotSeries, int] = {}
-    valid = []
-    for ref in sorted(refs, key=lambda ref: ref.order, reverse=True):
-        step = ref.header.step
-        if step < lowest.get(ref.series, step + 1):
-            lowest[ref.series] = step
-            valid.append(ref)
-    return tuple(sorted(valid, key=lambda ref: (-ref.header.step, ref.owner != "", ref.file)))
-
-
-def superseded_snapshots(refs: Iterable[SnapshotRef], era: int) -> tuple[SnapshotRef, ...]:
-    """Return the snapshots of attempts before `era`, this attempt, that are not needed any more.
-
-    All ranks have a snapshot of this attempt once a worker of this node has written as many as are
-    retained. A part of a sharded state at a step that earlier attempts have here does not count: it
-    is a copy of what was restored, and the other ranks may have to resume from that step.
-    """
-    refs = tuple(refs)
-    before = {(ref.header.name, ref.header.step) for ref in refs if ref.era < era}
-    written: dict[tuple[str, int], list[SnapshotHeader]] = {}
-    for ref in refs:
-        header = ref.header
-        is_copy = header.parts > 1 and (header.name, header.step) in before
-        if ref.era == era and not ref.owner and not is_copy:
-            written.setdefault((header.name, header.part), []).append(header)
-    names = {
-        name for (name, _), headers in written.items() if len(headers) >= headers[0].num_retained
-    }
-    return tuple(ref for ref in refs if ref.era < era and ref.header.name in names)
-
-
-def abandoned_snapshots(
-    refs: Iterable[SnapshotRef], era: int, step: int
-) -> tuple[SnapshotRef, ...]:
-    """Return the snapshots of attempts before `era` that a job that resumes at `step` can free.
-
-    In each series the newest `num_retained` valid snapshots up to `step` are needed. All others are
-    returned, so that there is memory for the first snapshot of attempt `era`.
-    """
-    earlier = tuple(ref for ref in refs if ref.era < era)
-    retained: dict[SnapshotSeries, list[SnapshotRef]] = {}
-    for ref in valid_snapshots(earlier):
-        last = retained.setdefault(ref.series, [])
-        if ref.header.step <= step and len(last) < ref.header.num_retained:
-            last.append(ref)
-    abandoned = (ref for ref in earlier if ref not in retained.get(ref.series, []))
-    # The newest step is removed first. If this process is killed in between, an abandoned snapshot
-    # must not be the only one that is left.
-    return tuple(sorted(abandoned, key=lambda ref: (-ref.header.step, ref.order)))
+def kind_of(ref: StateRef) -> tuple[str, int]:
+    """Return the name and the number of the part of a snapshot."""
+    return (ref.name, ref.part or 0)
 
 
 # -- writing ---------------------------------------------------------------------------------------
+
+
+class _SlotFile(io.FileIO):
+    """The file of a slot, which is closed when nothing refers to it any more."""
+
+    __del__ = io.FileIO.close  # without a line of Python that a signal handler could interrupt
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -292,27 +262,65 @@ class MappedSlot(Slot):
 
     memory: mmap.mmap
     path: Path | None = None  # None for private memory of this process
-    handle: int = -1
+    file: _SlotFile | None = None
     # The first bytes of the file that have memory. Writing after them could raise SIGBUS.
     allocated: int = 0
     is_used: bool = False  # whether a state was copied here
-    is_dropped: bool = False  # whether this process is freeing it
     # The layout of the last state here, and the views of the memory that belong to it.
     views: tuple[Any, list[Any]] | None = None
     page_lock: PageLock | None = None  # set if tensors are copied here from a GPU
+
+    @classmethod
+    def open(cls, path: Path, size: int = 0) -> MappedSlot:
+        """Map the file of a slot, which is created if `size` is given. It is not locked.
+
+        Raises:
+            OSError: it cannot be created or opened.
+        """
+        file = _SlotFile(path, "x+" if size else "r+")
+        try:
+            if size:
+                os.fchmod(file.fileno(), 0o600)
+                os.ftruncate(file.fileno(), HEADER_BYTES + size)
+            # Pages are mapped when they are first written, which is faster here than MAP_POPULATE.
+            memory = mmap.mmap(file.fileno(), os.fstat(file.fileno()).st_size)
+        except OSError:
+            if size:
+                path.unlink(missing_ok=True)
+            raise
+        except ValueError:  # The call that created the file was interrupted.
+            path.unlink(missing_ok=True)
+            raise
+        slot = cls(len(memory) - HEADER_BYTES, path=path, file=file, memory=memory)
+        slot.read_header()
+        return slot
+
+    def read_header(self) -> None:
+        """Read the header from the memory, after the call that wrote it was interrupted."""
+        self.header = decode_header(self.memory[:HEADER_BYTES]) if self.path else None
 
     def view(self, size: int) -> memoryview:
         """Return the memory of a pack of this size."""
         return memoryview(self.memory)[HEADER_BYTES : HEADER_BYTES + size]
 
+    @property
+    def is_removed(self) -> bool:
+        """True if another program has removed the file."""
+        return self.file is not None and not os.fstat(self.file.fileno()).st_nlink
+
+    @property
+    def is_closed(self) -> bool:
+        """True if `close` was called."""
+        return self.memory.closed if self.file is None else self.file.closed
+
     def try_lock(self) -> bool:
         """Lock the file for writing. Return False if it is being read."""
-        return self.path is None or _try_lock(self.handle, fcntl.LOCK_EX)
+        return self.file is None or _try_lock(self.file.fileno(), fcntl.LOCK_EX)
 
     def unlock(self) -> None:
-        """Allow others to read the file."""
-        if self.path is not None:
-            fcntl.flock(self.handle, fcntl.LOCK_UN)
+        """Allow others to read the file. A process that was forked from this one may have it."""
+        if self.file is not None:
+            fcntl.flock(self.file.fileno(), fcntl.LOCK_UN)
 
     def allocate(self, end: int) -> None:
         """Allocate memory up to this byte of the file.
@@ -320,28 +328,28 @@ class MappedSlot(Slot):
         Raises:
             OSError: There is not enough memory.
         """
-        if end > self.allocated and self.path is not None:
-            os.posix_fallocate(self.handle, self.allocated, end - self.allocated)
+        if end > self.allocated and self.file is not None:
+            os.posix_fallocate(self.file.fileno(), self.allocated, end - self.allocated)
             self.allocated = end
 
     def populate(self, start: int, end: int) -> None:
-        """Map the pages of a range of allocated memory, which takes longer than writing to them."""
-        end = min(end, len(self.memory))
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory, start))
-        size = ctypes.c_size_t(end - start)
-        if _madvise is None or _madvise(ctypes.c_void_p(address), size, _MADV_POPULATE_WRITE):
-            self.memory[start:end] = bytes(end - start)  # an older kernel
+        """Map the pages of a range of allocated memory, which takes longer than writing to them.
+
+        Their contents stay. Older kernels do nothing.
+        """
+        start_of_range = ctypes.c_char.from_buffer(self.memory, start)
+        size = ctypes.c_size_t(min(end, len(self.memory)) - start)
+        if _madvise is not None:
+            _madvise(ctypes.c_void_p(ctypes.addressof(start_of_range)), size, _MADV_POPULATE_WRITE)
 
     def close(self) -> None:
         """Unmap the memory. A file stays where it is. Another call does nothing more."""
-        self.is_used = True
         self.views = None
         lock, self.page_lock = self.page_lock, None
         if lock is not None:
             lock.release()
-        handle, self.handle = self.handle, -1
-        if handle >= 0:
-            os.close(handle)
+        if self.file is not None:
+            self.file.close()
         # A view of the memory, as a save that is being written has it, keeps the memory.
         with contextlib.suppress(BufferError):
             self.memory.close()
@@ -362,58 +370,60 @@ class Image(Protocol):
     def copy_to_slot(self, slot: MappedSlot) -> None: ...
 
 
-class SlotWrite:
-    """A context manager in which a slot is written: see `SnapshotSlots.open_for_writing`.
+class Job(Protocol):
+    """A save that is written from a slot, which it reserves; see `save_handle.LocalSave`."""
 
-    It is a class, not a generator with `contextlib.contextmanager`. If an exception of a signal
-    handler prevents `__exit__`, a generator stays suspended until the traceback is deleted. Only
-    then would its cleanup run, when another snapshot may use the slot.
-    """
+    slot: MappedSlot | None
 
-    def __init__(self, slots: SnapshotSlots, size: int, header: SnapshotHeader | None) -> None:
-        self._slots, self._size, self._header = slots, size, header
-        self._text = bytes(_HEAD.size) if header is None else encode_header(header)
-        self.slot: MappedSlot | None = None  # within the block
+    def settle(self) -> None:
+        """Wait until the save is finished."""
 
-    def __enter__(self) -> memoryview:
-        slot = self.slot = self._slots._acquire(self._size, self._header)
-        slot.memory[: len(self._text)] = bytes(len(self._text))
-        return slot.view(self._size)
 
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        slot = self.slot
-        if slot is None:
-            return
-        # In this order a complete snapshot is never left locked, whichever line an exception
-        # interrupts. In between, the slot contains no snapshot, and readers skip it.
-        slot.unlock()
-        if kind is None and self._header is not None:
-            slot.memory[: len(self._text)] = self._text
-            slot.header = self._header
+class _SpareRequest:
+    """A request for a slot, which is created by the writer thread or by a copy that comes first."""
+
+    def __init__(self) -> None:
+        self._creator: dict[int, str] = {}
+        self.is_done = False  # The writer thread has created the slot, or cannot.
+
+    def claim(self, creator: str) -> bool:
+        """Return whether it is up to this thread to create a slot."""
+        return self._creator.setdefault(0, creator) == creator
 
 
 class SnapshotSlots:
     """The slots of one writer in the directory of an attempt. No two writers share a slot.
 
-    An exception of a signal handler may interrupt a method at any line: its complete snapshots stay
-    as they are, and all methods can be called again. No method may be called by a signal handler
-    while another one runs in its thread: `CheckpointManager` prevents that.
+    One thread calls the methods; `prepare` may run in another one. An exception of a signal handler
+    may interrupt them at any line: complete snapshots stay as they are, and all methods can be
+    called again. No method may be called while another one runs: `CheckpointManager` prevents that.
 
     Args:
         folder: The directory of the attempt. Without it, the slots are private memory of this
             process and only saves use them.
         owner: The node that sends the snapshots; empty for a worker's own.
+        jobs: The saves that are not finished.
     """
 
-    def __init__(self, folder: str | os.PathLike[str] | None, owner: str = "") -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str] | None, owner: str = "", jobs: Iterable[Job] = ()
+    ) -> None:
         self._folder = None if folder is None else Path(folder)
         kind = f"{REPLICA_PREFIX}.{owner}" if owner else LOCAL_PREFIX
         self._prefix = f"{kind}.{secrets.token_hex(4)}"
-        self._num_created = 0
+        self._numbers = count(1)
+        self._jobs = jobs
         self._slots: list[MappedSlot] = []
-        self._lock = threading.Lock()  # One thread writes, and another one allocates memory.
+        self._is_settled = True  # False while a slot is taken, and after an interruption
+        # Memory for the next snapshot. The thread that runs `prepare` sets it, first the path, and
+        # a copy takes it.
+        self._spare: MappedSlot | None = None
+        self._spare_path: Path | None = None
+        self._request = _SpareRequest()
+        self._is_preparing = self._is_closed = False
 
-    def open_for_writing(self, header: SnapshotHeader) -> SlotWrite:
+    @contextlib.contextmanager
+    def open_for_writing(self, header: SnapshotHeader) -> Iterator[memoryview]:
         """Return a context manager with the memory for a pack of `header.size` bytes.
 
         The caller writes all of these bytes. The snapshot is complete when the block
@@ -423,76 +433,126 @@ class SnapshotSlots:
         Raises:
             CheckpointError: There is not enough memory.
         """
-        return SlotWrite(self, header.size, header)
+        text, slot = encode_header(header), self.take(header.size, header)
+        try:
+            yield slot.view(header.size)
+        except BaseException:
+            slot.unlock()
+            raise
+        self.complete(slot, header, text)
 
     def copy(self, image: Image, header: SnapshotHeader | None = None) -> MappedSlot:
         """Copy a state to a slot.
 
         Args:
             image: The state.
-            header: Makes the copy a snapshot. Without it, the copy is for a save: the caller sets
-                `save` of the slot, which reserves it.
+            header: Makes the copy a snapshot. Without it, the copy is for a save.
 
         Raises:
             CheckpointError: There is not enough memory.
         """
-        write = SlotWrite(self, image.size, header)
-        with write:
-            slot = require_not_none(write.slot, "the slot")
-            image.copy_to_slot(slot)
+        text = b"" if header is None else encode_header(header)
+        slot = self.take(image.size, header)
+        image.copy_to_slot(slot)
+        self.complete(slot, header, text)
         return slot
+
+    def take(self, size: int, header: SnapshotHeader | None = None) -> MappedSlot:
+        """Return a locked slot for a pack of `size` bytes, which contains no snapshot any more.
+
+        Raises:
+            CheckpointError: There is not enough memory.
+        """
+        if not self._is_settled:
+            self._read_slots()
+        self._is_settled = False
+        slot = self._find_slot(size, header)
+        slot.header = None
+        slot.is_used = True
+        slot.memory[: _HEAD.size] = bytes(_HEAD.size)
+        return slot
+
+    def complete(
+        self, slot: MappedSlot, header: SnapshotHeader | None = None, text: bytes = b""
+    ) -> None:
+        """Unlock a slot whose pack is complete, and make it a snapshot if a header is given."""
+        slot.unlock()
+        slot.memory[: len(text)] = text  # From here on, the snapshot exists.
+        slot.header = header
+        self._is_settled = True
 
     def has_free_slot(self, size: int, num_retained: int) -> bool:
         """Return whether the next snapshot of this size needs no new slot."""
+        if self._spare is not None and _fits(self._spare, size):
+            return True
         files = [slot for slot in self._slots if slot.path is not None]
-        return bool(choose_slots(files, size, num_retained)[0])
+        return bool(choose_slots(files, size, num_retained, self._reserved())[0])
 
-    def preallocate(
+    def prepare(
         self,
-        header: SnapshotHeader,
-        may_continue: Callable[[], bool],
+        size: int,
+        num_retained: int,
         lock_pages: Callable[[MappedSlot], None] | None = None,
-    ) -> None:
-        """Create a slot for the next snapshot, unless a slot is free or memory is short.
+    ) -> Iterator[None]:
+        """Return steps that allocate a spare slot, unless one is free or memory is short.
 
         The pages of the slot are populated in chunks, which takes several times as long as writing
-        into them. A writer that needs the slot earlier uses it with the pages that it has by then.
+        into them. A copy that needs the slot earlier uses it with the pages that it has by then.
 
         Args:
-            header: The header of a snapshot of the same size.
-            may_continue: Called before each chunk. It waits while the training must not be
-                disturbed, and returns whether to go on.
-            lock_pages: Called with the populated slot.
+            size: the size of the pack.
+            num_retained: see `choose_slots`.
+            lock_pages: called with the populated slot.
         """
-        folder, end = self._folder, HEADER_BYTES + header.size
-        if folder is None or not may_continue():
+        request = self._request = _SpareRequest()
+        return self._allocate(request, size, num_retained, lock_pages)
+
+    def _allocate(
+        self,
+        request: _SpareRequest,
+        size: int,
+        num_retained: int,
+        lock_pages: Callable[[MappedSlot], None] | None,
+    ) -> Iterator[None]:
+        if not request.claim("writer") or self.has_free_slot(size, num_retained):
+            request.is_done = True
             return
-        with self._lock:
-            if self.has_free_slot(header.size, header.num_retained):
-                return
-            try:
-                if shutil.disk_usage(folder).free < header.size * MAX_OVERSIZE_FACTOR:
-                    return
-                slot = self._create_file(folder, header.size)
-            except (CheckpointError, OSError):
-                return  # The next snapshot raises the error.
-            slot.unlock()
-        for start in range(0, end, CHUNK_BYTES):
-            if not may_continue():
-                return
-            with self._lock:
-                if slot.is_used:
-                    return
+        try:
+            self._is_preparing = True  # `close` waits for a step that has begun.
+            slot, end = self._create_spare(size), HEADER_BYTES + size
+            request.is_done = True
+            for start in range(0, end, CHUNK_BYTES):
+                if slot is None or self._spare is not slot:
+                    return  # A copy has taken it.
                 try:
                     slot.allocate(min(start + CHUNK_BYTES, end))
                 except OSError:
-                    self._drop([slot])
+                    self._drop_spare()
                     return
                 slot.populate(start, min(start + CHUNK_BYTES, end))
-        if lock_pages is not None and may_continue():
-            with self._lock:
-                if not slot.is_used:
-                    lock_pages(slot)
+                self._is_preparing = False
+                yield
+                if not self._is_settled:
+                    sleep(COPY_PAUSE_S)  # A copy of the training's thread is under way.
+                self._is_preparing = True
+            if self._spare is slot and slot is not None and lock_pages is not None:
+                lock_pages(slot)
+        finally:
+            request.is_done, self._is_preparing = True, False
+            if self._is_closed:
+                self._drop_spare()
+
+    def _create_spare(self, size: int) -> MappedSlot | None:
+        folder = self._folder
+        if folder is None or self._is_closed or self._spare is not None:
+            return None
+        path = self._spare_path = folder / f"{self._prefix}.{next(self._numbers)}"
+        try:
+            if shutil.disk_usage(folder).free >= size * MAX_OVERSIZE_FACTOR:
+                self._spare = MappedSlot.open(path, _capacity(size))
+        except OSError:
+            return None  # The next snapshot raises the error.
+        return self._spare
 
     def make_folder(self) -> None:
         """Create the directory if another program removed it. A failure shows when it is used."""
@@ -503,19 +563,47 @@ class SnapshotSlots:
 
     def close(self) -> None:
         """Unmap all slots. Complete snapshots stay where they are, all other slots are freed."""
-        with self._lock:
-            self._drop([slot for slot in self._slots if slot.header is None])
-            for slot in self._slots:
-                slot.close()
-            self._slots.clear()
+        self._is_closed = True
+        while self._is_preparing:
+            sleep(CLOSE_POLL_S)
+        self._drop_spare()
+        if not self._is_settled:
+            self._read_slots()
+        self._is_settled = False
+        self._drop([slot for slot in self._slots if slot.header is None])
+        for slot in self._slots:
+            slot.close()
+        self._slots, self._is_settled = [], True
 
-    def _acquire(self, size: int, header: SnapshotHeader | None) -> MappedSlot:
-        """Return a locked slot for a pack of `size` bytes, which contains no snapshot any more."""
-        with self._lock:
-            slot = self._find_slot(size, header)
-            slot.header = None
-            slot.is_used = True
-        return slot
+    def free(self) -> None:
+        """Do what `close` does when nothing refers to the slots any more, without waiting."""
+        self._is_preparing = False
+        self.close()
+
+    def _read_slots(self) -> None:
+        """Read the list of slots from the headers, after a call was interrupted or has failed."""
+        # An interrupted call may have closed slots, and left them in the list.
+        slots = [slot for slot in self._slots if slot.path is None and not slot.is_closed]
+        if self._folder is not None:
+            known = {slot.path: slot for slot in self._slots if not slot.is_closed}
+            is_spare = self._spare_path not in known
+            for path in self._folder.glob(f"{self._prefix}.*"):
+                if is_spare and path == self._spare_path:
+                    continue
+                with contextlib.suppress(OSError, ValueError):  # A file may be empty.
+                    slots.append(known.get(path) or MappedSlot.open(path))
+        reserved = self._reserved()
+        for slot in slots:
+            if slot not in reserved:
+                slot.unlock()
+                slot.read_header()
+        for slot in self._slots:
+            if slot not in slots:
+                slot.close()
+        self._slots = slots
+
+    def _reserved(self) -> list[MappedSlot]:
+        return [job.slot for job in tuple(self._jobs) if job.slot is not None]
 
     def _find_slot(self, size: int, header: SnapshotHeader | None) -> MappedSlot:
         """Return a locked slot, whatever it takes: private memory, or the slot of a save.
@@ -525,10 +613,9 @@ class SnapshotSlots:
             header: the header if the pack is a snapshot, which cannot use private memory. A
                 snapshot waits for a save that uses a slot if there is no other memory.
         """
-        self._drop([slot for slot in self._slots if slot.is_dropped])
         try:
             slot = self._lock_slot(size, header)
-            if slot.path is None or os.fstat(slot.handle).st_nlink:
+            if not slot.is_removed:
                 return slot
             # No reader would find a snapshot in a file that was removed.
             self._drop_removed()
@@ -537,7 +624,7 @@ class SnapshotSlots:
             # A save does not need the agent's memory. A snapshot can wait for the slot of a save.
             if header is None and self._folder is not None:
                 return self._create_private(size)
-            saves = [slot.save for slot in self._slots if slot.save and slot.is_reserved]
+            saves = [job for job in tuple(self._jobs) if job.slot in self._slots]
             if not saves:
                 raise
             for save in saves:
@@ -555,13 +642,13 @@ class SnapshotSlots:
             slots, num_retained = [s for s in slots if s.path is not None], header.num_retained
         else:
             num_retained = max((s.header.num_retained for s in slots if s.header), default=1)
-        usable, useless = choose_slots(slots, size, num_retained)
+        usable, useless = choose_slots(slots, size, num_retained, self._reserved())
         # These are freed first, so that a larger state needs no memory in addition to them.
         self._drop(useless)
         slot = next((slot for slot in usable if slot.try_lock()), None)
         if self._folder is None:
             return slot or self._create_private(size)
-        slot = slot or self._create_file(self._folder, size)
+        slot = slot or self._take_spare(size) or self._create_file(self._folder, size)
         try:
             slot.allocate(HEADER_BYTES + size)  # fails here, not while the memory is written
         except OSError as error:
@@ -569,20 +656,37 @@ class SnapshotSlots:
             raise self._out_of_memory(size, error) from error
         return slot
 
+    def _take_spare(self, size: int) -> MappedSlot | None:
+        """Return the spare slot, locked, if it is large enough."""
+        while not (self._request.claim("copy") or self._request.is_done):
+            sleep(CLOSE_POLL_S)  # The file is being created at this moment.
+        slot = self._spare
+        if slot is None or not _fits(slot, size) or slot.is_removed:
+            self._drop_spare()
+            return None
+        if slot in self._slots:  # The call that has taken it was interrupted.
+            self._spare = None
+            return None
+        self._slots.append(slot)
+        self._spare = None
+        slot.try_lock()
+        return slot
+
+    def _drop_spare(self) -> None:
+        spare = self._spare
+        if spare is not None and spare.path is not None and spare not in self._slots:
+            spare.path.unlink(missing_ok=True)
+        self._spare = None
+
     def _drop_removed(self) -> None:
         """Drop the slots whose files another program has removed, and log a warning."""
-        files = [slot for slot in self._slots if slot.path is not None]
-        self._drop([slot for slot in files if not os.fstat(slot.handle).st_nlink])
+        self._drop([slot for slot in self._slots if slot.is_removed])
         what = "snapshots in %s were removed by another program; the next steps are kept again"
         log.warning(what, self._folder)
 
     def _drop(self, slots: list[MappedSlot]) -> None:
         """Remove the files of slots, unmap their memory, and forget the slots."""
         for slot in slots:
-            # If an exception interrupts this before the slot is removed from the list,
-            # `_find_slot` drops it again. An open file that is not in the list would keep its
-            # memory.
-            slot.is_dropped = True
             if slot.path is not None:
                 slot.path.unlink(missing_ok=True)
             slot.close()
@@ -602,35 +706,23 @@ class SnapshotSlots:
 
     def _create_file(self, folder: Path, size: int) -> MappedSlot:
         """Create a slot, locked, without memory yet."""
-        self._num_created += 1
-        path = folder / f"{self._prefix}.{self._num_created}"
+        path = folder / f"{self._prefix}.{next(self._numbers)}"
         self.make_folder()
         try:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            slot = MappedSlot.open(path, _capacity(size))
         except OSError as error:
+            if error.errno in _OUT_OF_MEMORY:
+                raise self._out_of_memory(size, error) from error
             raise CheckpointError(
                 f"the agent's memory at {folder} cannot hold snapshots: {error.strerror}"
             ) from error
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            os.ftruncate(handle, HEADER_BYTES + _capacity(size))
-            # Pages are mapped when they are first written, which is faster here than MAP_POPULATE.
-            mapped = mmap.mmap(handle, HEADER_BYTES + _capacity(size))
-            slot = MappedSlot(_capacity(size), path=path, handle=handle, memory=mapped)
-            self._slots.append(slot)
-        except BaseException as error:
-            # An exception of a signal handler can arrive when the slot is in the list already.
-            self._slots[:] = [slot for slot in self._slots if slot.handle != handle]
-            os.close(handle)
-            path.unlink(missing_ok=True)
-            if isinstance(error, OSError):
-                raise self._out_of_memory(size, error) from error
-            raise
+        self._slots.append(slot)
+        slot.try_lock()
         return slot
 
     def _out_of_memory(self, size: int, error: OSError) -> CheckpointError:
         text = f"no memory for a snapshot of {size} bytes at {self._folder}: {error.strerror}"
-        if error.errno in (errno.ENOSPC, errno.ENOMEM) and self._folder is not None:
+        if error.errno in _OUT_OF_MEMORY and self._folder is not None:
             free = shutil.disk_usage(self._folder).free
             text += f", {free} bytes are free; give /dev/shm more (docker: --shm-size)"
         return CheckpointError(text)
@@ -705,17 +797,24 @@ def wake_agent(folder: str | os.PathLike[str]) -> bool:
 # -- reading ---------------------------------------------------------------------------------------
 
 
-def list_snapshots(memory: str | os.PathLike[str]) -> list[SnapshotRef]:
+def list_snapshots(memory: str | os.PathLike[str]) -> list[StateRef]:
     """Return the complete snapshots in an agent's memory, in no particular order."""
     refs = []
     for path in _slot_paths(memory):
-        _, *owner, _, _ = path.name.split(".")
         with contextlib.suppress(OSError), open_regular_file(path) as handle:
             header = _read_header(handle)
             if header is not None:
-                file = f"{path.parent.name}/{path.name}"
-                refs.append(SnapshotRef(int(path.parent.name), ".".join(owner), file, header))
+                refs.append(header.ref(f"{path.parent.name}/{path.name}"))
     return refs
+
+
+def read_snapshot_header(memory: str | os.PathLike[str], ref: StateRef) -> SnapshotHeader | None:
+    """Return the header of a snapshot, or None if it does not exist any more."""
+    with contextlib.suppress(OSError), open_regular_file(Path(memory, ref.place)) as handle:
+        header = _read_header(handle)
+        if header is not None and header.ref(ref.place) == ref:
+            return header
+    return None
 
 
 def _slot_paths(memory: str | os.PathLike[str]) -> Iterator[Path]:
@@ -740,7 +839,7 @@ def _read_header(handle: int) -> SnapshotHeader | None:
 
 
 @contextlib.contextmanager
-def lock_snapshot(memory: str | os.PathLike[str], ref: SnapshotRef) -> Iterator[int | None]:
+def lock_snapshot(memory: str | os.PathLike[str], ref: StateRef) -> Iterator[int | None]:
     """Lock a snapshot, so that it does not change within the block.
 
     Yields:
@@ -748,17 +847,17 @@ def lock_snapshot(memory: str | os.PathLike[str], ref: SnapshotRef) -> Iterator[
     """
     with contextlib.ExitStack() as stack:
         try:
-            handle = stack.enter_context(open_regular_file(Path(memory, ref.file)))
+            handle = stack.enter_context(open_regular_file(Path(memory, ref.place)))
         except OSError:
             yield None
             return
         # The header is read again under the lock, because the slot may contain a later snapshot.
-        is_same = _try_lock(handle, fcntl.LOCK_SH) and _read_header(handle) == ref.header
-        yield handle if is_same else None
+        header = _read_header(handle) if _try_lock(handle, fcntl.LOCK_SH) else None
+        yield handle if header is not None and header.ref(ref.place) == ref else None
 
 
 @contextlib.contextmanager
-def map_snapshot(memory: str | os.PathLike[str], ref: SnapshotRef) -> Iterator[memoryview | None]:
+def map_snapshot(memory: str | os.PathLike[str], ref: StateRef) -> Iterator[memoryview | None]:
     """Map the pack of a snapshot, which does not change within the block.
 
     Use this only if the writer has exited or is this process. If the writer truncated the file,
@@ -772,7 +871,7 @@ def map_snapshot(memory: str | os.PathLike[str], ref: SnapshotRef) -> Iterator[m
             yield None
             return
         # The mapping is private: what a reader writes by mistake does not reach the snapshot.
-        size = HEADER_BYTES + ref.header.size
+        size = HEADER_BYTES + ref.size
         mapped = mmap.mmap(handle, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
         whole = memoryview(mapped)
         view = whole[HEADER_BYTES:]
@@ -801,31 +900,35 @@ def iter_chunks(handle: int, size: int, chunk_bytes: int) -> Iterator[bytes]:
         at += len(data)
 
 
-def newest_local_snapshots(folder: Path) -> list[SnapshotRef]:
+def newest_local_snapshots(folder: Path) -> list[StateRef]:
     """Return the last snapshot of each name and part that workers wrote in this attempt."""
     era = int(folder.name)
-    local = [ref for ref in list_snapshots(folder.parent) if ref.era == era and not ref.owner]
-    return list({ref.series: ref for ref in sorted(local, key=lambda ref: ref.order)}.values())
+    local = [r for r in list_snapshots(folder.parent) if era_of(r) == era and r.tier == MEMORY]
+    return list({kind_of(ref): ref for ref in sorted(local, key=lambda ref: ref.number)}.values())
 
 
-def remove_snapshots(memory: str | os.PathLike[str], refs: Iterable[SnapshotRef]) -> None:
+def remove_snapshots(memory: str | os.PathLike[str], refs: Iterable[StateRef]) -> None:
     """Free the memory of snapshots. A process that has mapped one keeps it until it unmaps it."""
     for ref in refs:
         with contextlib.suppress(OSError):
-            Path(memory, ref.file).unlink()
+            Path(memory, ref.place).unlink()
 
 
-def remove_superseded(
-    memory: str | os.PathLike[str], refs: Sequence[SnapshotRef], era: int
-) -> bool:
-    """Free the superseded snapshots in `refs`.
+def remove_superseded(memory: str | os.PathLike[str], refs: Sequence[StateRef], era: int) -> bool:
+    """Free the snapshots of attempts before `era`, this attempt, that are not needed any more.
 
     Returns:
         True if `refs` has no other snapshots of attempts before `era`.
     """
-    superseded = superseded_snapshots(refs, era)
-    remove_snapshots(memory, superseded)
-    return len(superseded) == sum(ref.era < era for ref in refs)
+    earlier = {ref.place for ref in refs if era_of(ref) < era}
+    for name in {ref.name for ref in refs}:
+        of_name = [ref for ref in refs if ref.name == name]
+        own = [ref for ref in of_name if ref.tier == MEMORY and ref.place not in earlier]
+        newest = max(own, key=lambda ref: (ref.writer.order, ref.number), default=None)
+        freed = may_free(of_name, newest.line if newest else (), earlier)
+        remove_snapshots(memory, freed)
+        earlier -= {ref.place for ref in freed}
+    return not earlier
 
 
 def remove_incomplete(memory: str | os.PathLike[str], era: int) -> None:
@@ -838,3 +941,8 @@ def remove_incomplete(memory: str | os.PathLike[str], era: int) -> None:
             is_locked = _try_lock(handle, fcntl.LOCK_EX)
             if is_locked and decode_header(os.pread(handle, HEADER_BYTES, 0)) is None:
                 path.unlink()
+
+
+def remove_old_copies(memory: str | os.PathLike[str]) -> None:
+    """Free the snapshots that nobody needs when workers start again."""
+    remove_snapshots(memory, without_old_copies(list_snapshots(memory)))

@@ -6,67 +6,46 @@ newest complete snapshot is found whenever the worker is killed.
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import logging
 import os
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import attrs
 
-from ..clock import monotonic
+from ..clock import monotonic, wall
 from ..errors import CheckpointCorruptError, CheckpointError
-from ..threads import CallRejectedError, ExclusiveCall, Latch, daemon_thread
 from ..workers.spec import SNAPSHOTS_ENV
 from .pack import LayoutCache, PackImage
-from .reshard import has_own_rest, plan_part_layout
-from .restore import MEMORY, RestoreAgreement, StateSource, StoredState
+from .refs import MAX_BRANCHES_IN_HEADER, Line, StateRef, Writer, begin
+from .reshard import copy_number, has_own_rest, plan_part_layout
+from .restore import RestoreAgreement, StateSource
 from .safetensors_header import read_header
 from .snapshot_slots import (
     AgentWaker,
     MappedSlot,
     SnapshotHeader,
-    SnapshotRef,
     SnapshotSlots,
-    abandoned_snapshots,
+    kind_of,
     list_snapshots,
     map_snapshot,
     newest_local_snapshots,
-    remove_snapshots,
     remove_superseded,
-    valid_snapshots,
 )
 from .state_tree import FlatState, flatten, is_dtensor
 from .tensor_layout import lock_pages
+from .writer import WriterThread
 
 log = logging.getLogger("elasticlib.checkpoint")
 
-_STOP_POLL_INTERVAL_S = 0.005  # between checks whether the background thread has exited
 
-
-@attrs.frozen
-class SnapshotLocation:
-    """The memory in which an agent's worker leaves snapshots."""
-
-    folder: str  # directory of this attempt (start of the agent's workers) in the agent's memory
-    run: str
-    generation: int
-    incarnation: str = ""
-
-
-def snapshot_location() -> SnapshotLocation | None:
-    """Return the location from the environment, or None if no agent keeps snapshots."""
+def snapshot_folder() -> str | None:
+    """Return the directory of this attempt in the agent's memory, or None if there is no agent."""
     folder = os.environ.get(SNAPSHOTS_ENV, "")
     generation = os.environ.get("ELASTICLIB_GENERATION", "")
-    if not folder or not generation.isdecimal() or not os.path.isdir(folder):
-        return None
-    run = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    incarnation = os.environ.get("ELASTICLIB_INCARNATION", "")
-    return SnapshotLocation(folder, run, int(generation), incarnation)
+    return folder if folder and generation.isdecimal() and os.path.isdir(folder) else None
 
 
 @attrs.frozen
@@ -94,7 +73,8 @@ class SnapshotSource(StateSource):
     it stay, and the next call works.
 
     Args:
-        location: The memory.
+        attempt: The directory of this attempt (start of the agent's workers) in its memory.
+        writer: The writer of the snapshots; `begin` changes it.
         name: Distinguishes several kinds of snapshots in one program, as of two managers.
         rank: The rank of this worker.
         world_size: The number of ranks.
@@ -103,11 +83,13 @@ class SnapshotSource(StateSource):
         folder: Where the agent writes the newest snapshot when the job drains or fails for good;
             empty for nowhere.
         layouts: The layouts of the last states.
+        thread: Writes saves from the slots, and allocates memory in idle time.
     """
 
     def __init__(
         self,
-        location: SnapshotLocation,
+        attempt: str,
+        writer: Writer,
         *,
         name: str = "state",
         rank: int = 0,
@@ -115,31 +97,41 @@ class SnapshotSource(StateSource):
         writes: bool = True,
         folder: str = "",
         layouts: LayoutCache | None = None,
+        thread: WriterThread | None = None,
     ) -> None:
         if not 0 <= rank < world_size:
             raise CheckpointError(f"need 0 <= rank < world_size, got {rank} of {world_size}")
         self._rank, self._world_size = rank, world_size
-        self._folder = Path(location.folder)
+        self._folder = Path(attempt)
         self._era, self._memory = int(self._folder.name), self._folder.parent
         self._writes = writes
         self._layouts = layouts or LayoutCache()
         self._sequence = 0  # the last number given to a snapshot, even to one that failed
-        self._slots = SnapshotSlots(location.folder)
-        self._waker = AgentWaker(location.folder)
-        self._allocator = _Preallocation(self._slots)
+        self._writer = thread or WriterThread()
+        self.slots = SnapshotSlots(attempt, jobs=self._writer.jobs)
+        self._waker = AgentWaker(attempt)
         self._has_earlier = True  # whether snapshots of earlier attempts may be left to remove
         self._maps = contextlib.ExitStack()
-        self._mapped: dict[str, tuple[SnapshotRef, memoryview]] = {}
+        self._mapped: dict[StateRef, memoryview] = {}
         self._header = SnapshotHeader(
             name=name,
             step=0,
             sequence=0,
             size=0,
-            run=location.run,
-            generation=location.generation,
+            writer=writer,
+            line=begin(None, writer),
             folder=os.path.abspath(folder) if folder and "://" not in folder else folder,
-            incarnation=location.incarnation,
         )
+
+    def begin(self, writer: Writer, line: Line) -> None:
+        """Begin another branch with the next snapshot, after a restore."""
+        newest = line[-MAX_BRANCHES_IN_HEADER:]
+        self._header = attrs.evolve(self._header, writer=writer, line=newest)
+
+    @property
+    def name(self) -> str:
+        """The name of the snapshots."""
+        return self._header.name
 
     @property
     def folder(self) -> str:
@@ -181,10 +173,19 @@ class SnapshotSource(StateSource):
             has_rest = self._writes or bool(shards)
             image = plan_part_layout(layouts, step, flat, has_rest=has_rest, has_copies=True)
             part, parts = self._rank, self._world_size
+            copy = copy_number(filter(is_sharded, shards.values()))
         else:
             image, part, parts = layouts.plan(flat, {"step": step}), 0, 1
-        values = "" if has_own_rest(flat) else image.values_digest
-        slot = self.keep(step, image, part=part, parts=parts, sharded=flat.has_parts, values=values)
+            copy = min(self._rank, 1)  # At the end of a job, the node of rank 0 writes first.
+        slot = self.keep(
+            step,
+            image,
+            part=part,
+            parts=parts,
+            sharded=flat.has_parts,
+            values="" if has_own_rest(flat) else image.values_digest,
+            copy=copy,
+        )
         return image, slot
 
     def keep(
@@ -196,6 +197,7 @@ class SnapshotSource(StateSource):
         parts: int = 1,
         sharded: bool = False,
         values: str = "",
+        copy: int = 0,
     ) -> MappedSlot:
         """Write a snapshot of a state, and return its slot.
 
@@ -208,6 +210,7 @@ class SnapshotSource(StateSource):
             parts: see `SnapshotHeader`.
             sharded: see `SnapshotHeader`.
             values: see `SnapshotHeader`.
+            copy: see `SnapshotHeader`.
 
         Raises:
             CheckpointError: there is not enough memory, or the header is too long.
@@ -219,16 +222,17 @@ class SnapshotSource(StateSource):
             step=step,
             sequence=self._sequence,
             size=image.size,
-            run=last.run,
-            generation=last.generation,
+            writer=last.writer,
+            line=last.line,
             part=part,
             parts=parts,
             folder=last.folder,
-            incarnation=last.incarnation,
             sharded=sharded,
             values=values,
+            saved_at=wall(),
+            copy=copy,
         )
-        slot = self._copy(image, header)
+        slot = self.slots.copy(image, header)
         self._header = header
         # Snapshots that are not needed any more are freed before memory is allocated.
         is_due = self._has_earlier and header.sequence >= header.num_retained
@@ -237,57 +241,37 @@ class SnapshotSource(StateSource):
         self.prepare_next()
         return slot
 
-    def copy_for_save(self, image: PackImage) -> MappedSlot:
-        """Copy a state to a slot that is no snapshot. The caller sets `save` of the slot."""
-        return self._copy(image, None)
-
-    def _copy(self, image: PackImage, header: SnapshotHeader | None) -> MappedSlot:
-        try:
-            self._allocator.pause()
-            return self._slots.copy(image, header)
-        finally:
-            self._allocator.resume()
-
     def prepare_next(self) -> None:
         """Allocate memory in the background if the next snapshot would need a new slot."""
         header = self._header
-        if header.sequence and not self._slots.has_free_slot(header.size, header.num_retained):
-            self._allocator.begin(header)
+        if header.sequence and not self.slots.has_free_slot(header.size, header.num_retained):
+            self._prepare(header.size, header.num_retained)
 
-    def list_states(self) -> Sequence[StoredState]:
-        """Return the valid snapshots of this run and name, which may be replicas."""
-        return [_stored_state(ref) for ref in self._valid()]
+    def _prepare(self, size: int, num_retained: int) -> None:
+        self._writer.prepare(self.slots.prepare(size, num_retained, lock_pages))
 
-    def view(self, stored: StoredState, part: int = 0) -> memoryview:  # noqa: ARG002 - it has one part
+    def list_states(self) -> Sequence[StateRef]:
+        """Return the snapshots of this run and name, which may be replicas, newest first."""
+        refs = [ref for ref in self._list() if ref.writer.run == self._header.writer.run]
+        return sorted(refs, key=lambda ref: (ref.writer.order, ref.step, ref.number), reverse=True)
+
+    def view(self, ref: StateRef, part: int = 0) -> memoryview:  # noqa: ARG002 - it has one part
         """Return the memory of a snapshot, which does not change until `release`."""
-        if stored.name not in self._mapped:
-            for ref in (ref for ref in self._valid() if _stored_state(ref) == stored):
-                view = self._maps.enter_context(map_snapshot(self._memory, ref))
-                if view is not None:
-                    self._mapped[stored.name] = ref, view
-                    break
-            else:
-                what = f"the snapshot {stored.name} of step {stored.step}"
+        if ref not in self._mapped:
+            view = self._maps.enter_context(map_snapshot(self._memory, ref))
+            if view is None:
+                what = f"the snapshot {ref.place} of step {ref.step}"
                 raise CheckpointError(f"{what} is not there any more")
-        return self._mapped[stored.name][1]
+            self._mapped[ref] = view
+        return self._mapped[ref]
 
-    def check(self, stored: StoredState, part: int = 0) -> None:
-        view = self.view(stored, part)
-        ref, _ = self._mapped[stored.name]
-        if read_header(view).size != ref.header.size:
-            raise CheckpointCorruptError(f"the snapshot {stored.name} is no pack of its size")
+    def check(self, ref: StateRef, part: int = 0) -> None:
+        if read_header(self.view(ref, part)).size != ref.size:
+            raise CheckpointCorruptError(f"the snapshot {ref.place} is no pack of its size")
 
     def release(self) -> None:
         self._mapped.clear()
         self._maps.close()
-
-    def resume_from(self, step: int) -> None:
-        """Free the snapshots of earlier attempts that are not needed if the job resumes at `step`.
-
-        Every rank calls this when the ranks have agreed on the step, and before the first snapshot.
-        Otherwise a later restart could find parts of one step that two different runs have written.
-        """
-        remove_snapshots(self._memory, abandoned_snapshots(self._list(), self._era, step))
 
     def _preallocate(self, found: RestoreAgreement) -> None:
         """Allocate memory in the background for the first snapshot after a restore.
@@ -295,28 +279,25 @@ class SnapshotSource(StateSource):
         It is as large as what was restored. If that size is not known here, as of a sharded state
         on a disk, the first snapshot allocates its memory itself.
         """
-        part, parts, size = 0, 1, found.pack_bytes
-        for header in (ref.header for ref in self._valid()):
-            is_own = (header.part, header.parts) in ((0, 1), (self._rank, self._world_size))
-            if header.step == found.step and is_own:
-                part, parts, size = header.part, header.parts, header.size
+        parts, size = 1, found.pack_bytes
+        for ref in self.list_states():
+            is_own = ref.part is None or (ref.part, ref.parts) == (self._rank, self._world_size)
+            if ref.step == found.step and is_own:
+                parts, size = max(1, ref.parts), ref.size
         # Without DTensors only some ranks keep a snapshot.
         if size and (self._writes or parts > 1):
-            self._allocator.begin(attrs.evolve(self._header, size=size, part=part, parts=parts))
+            self._prepare(size, attrs.evolve(self._header, parts=parts).num_retained)
 
-    def adopt_restored_step(self, found: RestoreAgreement, state: object) -> None:
+    def adopt_restored_state(self, found: RestoreAgreement, state: object) -> None:
         """Prepare for snapshots after all ranks have restored the newest usable state completely.
 
-        Snapshots of later steps from earlier attempts are freed. If the state came from another
-        node's memory, this node keeps a snapshot of it, too, because the other node may be lost
-        next. If a sharded state came from memory and any rank received a part of it, each rank
-        keeps its new part.
+        If the state came from another node's memory, this node keeps a snapshot of it, too, because
+        the other node may be lost next. If a sharded state came from memory and any rank received
+        a part of it, each rank keeps its new part.
         """
-        self.resume_from(found.step)
-        is_missing = found.was_resharded or found.step not in [
-            stored.step for stored in self.list_states()
-        ]
-        if found.kind == MEMORY and is_missing:
+        base = found.base
+        is_here = base is not None and base.state in {ref.state for ref in self.list_states()}
+        if found.is_from_memory and (found.was_resharded or not is_here):
             try:
                 self.snapshot(found.step, state)
             except CheckpointError as error:
@@ -330,90 +311,20 @@ class SnapshotSource(StateSource):
     def close(self) -> None:
         """Unmap the memory. Its snapshots stay."""
         self.release()
-        self._allocator.close()
-        self._slots.close()
+        self.slots.close()
         self._waker.close()
 
-    def _list(self) -> list[SnapshotRef]:
-        """Return the complete snapshots of this name in the agent's memory, from all attempts."""
-        refs = list_snapshots(self._memory)
-        return [ref for ref in refs if ref.header.name == self._header.name]
+    def free(self) -> None:
+        """Do what `close` does when nothing refers to the snapshots any more, without waiting."""
+        self.slots.free()
+        self._waker.close()
 
-    def _valid(self) -> Sequence[SnapshotRef]:
-        return valid_snapshots(ref for ref in self._list() if ref.header.run == self._header.run)
+    def _list(self) -> list[StateRef]:
+        """Return the complete snapshots of this name in the agent's memory, from all attempts."""
+        return [ref for ref in list_snapshots(self._memory) if ref.name == self._header.name]
 
     def _last_sequence(self, part: int) -> int:
         """Return the number of the last snapshot of this name and part in this attempt, or 0."""
-        headers = (ref.header for ref in newest_local_snapshots(self._folder))
-        name = self._header.name
-        return max((h.sequence for h in headers if (h.name, h.part) == (name, part)), default=0)
-
-
-def _stored_state(ref: SnapshotRef) -> StoredState:
-    header = ref.header
-    parts = header.parts if header.sharded else 0
-    name = f"{ref.file}:{header.sequence}"
-    part = header.part if parts else 0
-    return StoredState(
-        header.step, MEMORY, name, part, parts, header.run, header.generation, header.values
-    )
-
-
-class _Preallocation:
-    """A background thread that allocates memory for the next snapshot, and then ends.
-
-    The thread waits while a snapshot is copied. The other methods may be interrupted at any line by
-    an exception of a signal handler. So they take no lock, which could then stay locked, and only
-    change one field after another; the thread checks all of them after each change.
-    """
-
-    def __init__(self, slots: SnapshotSlots) -> None:
-        self._slots = slots
-        self._next: deque[SnapshotHeader] = deque(maxlen=1)  # A later one replaces it.
-        self._is_paused = self._is_closed = False
-        self._changes: SimpleQueue[None] = SimpleQueue()  # wakes the thread
-        self._working = ExclusiveCall()
-
-    def pause(self) -> None:
-        """Make the thread wait until `resume`."""
-        self._is_paused = True
-
-    def resume(self) -> None:
-        """Let the thread continue after `pause`."""
-        self._is_paused = False
-        if self._working.is_running:
-            self._changes.put(None)
-
-    def begin(self, header: SnapshotHeader) -> None:
-        """Start to allocate memory for a snapshot of the same size as the one with this header."""
-        self._next.append(header)
-        if not (self._working.is_running or self._is_closed):
-            # The thread is started by a thread, because signal handlers run in the main thread. An
-            # exception of one of them in `Thread.start` can leave a lock of `threading` locked.
-            _thread.start_new_thread(
-                daemon_thread(self._run, "elasticlib-snapshot-memory").start, ()
-            )
-
-    def close(self) -> None:
-        """Stop the thread, and wait until it has exited."""
-        self._is_closed = True
-        self._changes.put(None)
-        while self._working.is_running:
-            Latch().wait(_STOP_POLL_INTERVAL_S)
-
-    def _run(self) -> None:
-        with contextlib.suppress(CallRejectedError):  # Another thread was started before.
-            self._working.run(self._work)
-
-    def _work(self) -> None:
-        while not self._is_closed:
-            try:
-                header = self._next.popleft()
-            except IndexError:
-                return
-            self._slots.preallocate(header, self._may_continue, lock_pages)
-
-    def _may_continue(self) -> bool:
-        while self._is_paused and not self._is_closed:
-            self._changes.get()
-        return not self._is_closed
+        kind = (self._header.name, part)
+        refs = newest_local_snapshots(self._folder)
+        return max((ref.number for ref in refs if kind_of(ref) == kind), default=0)

@@ -17,12 +17,11 @@ from __future__ import annotations
 import base64
 import copy
 import importlib
-import json
 import math
 import random
 import struct
 import sys
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -31,6 +30,7 @@ import torch
 
 from ..errors import CheckpointError, CheckpointUnreadableError, format_error
 from ..untrusted import class_name_with_article, full_name
+from .safetensors_header import compact_json
 from .state_dicts import describe_sharded_object, describe_state_dict, state_dict_owner
 from .tensor_layout import dtype_from_name, dtype_name
 
@@ -40,22 +40,12 @@ MAX_DEPTH = 100  # levels of nesting; JSON is limited by the interpreter's recur
 MAX_PARTS = 1 << 22  # containers (counted twice or more), tensors and values at each occurrence
 MAX_INT_BITS = 8192  # Python refuses to convert integers of more than 4300 digits to text.
 
-_MAPPINGS: dict[str, type] = {
-    "dict": dict,
-    "ordered": OrderedDict,
-    "counter": Counter,
-    "defaultdict": defaultdict,
-}
+_MAPPINGS: dict[str, type] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
 _MAPPING_NAMES = {kind: name for name, kind in _MAPPINGS.items()}
 _CONTAINERS = frozenset({*_MAPPING_NAMES, list, tuple})
 _SCALARS = frozenset({type(None), bool, int, float, str})
 _EXACT_KEYS = frozenset({str, int})
 _SETS: dict[type, str] = {set: "set", frozenset: "frozenset"}
-# The default factories that a defaultdict in a state can have, by their names in a file.
-_FACTORIES: dict[str, Callable[[], object] | None] = {
-    "None": None,
-    **{kind.__name__: kind for kind in (int, float, list, dict, set)},
-}
 _ARRAY_KINDS = "biufcmMSU"  # NumPy dtypes whose name describes them completely
 
 # Tokens of a structure. A container is its type, followed by its keys or its length, and its parts.
@@ -133,14 +123,14 @@ def state_accessor(value: Any) -> StateAccessor | None:
 
 
 def is_container(value: object) -> bool:
-    """Return True for exactly a dict, OrderedDict, Counter, defaultdict, list or tuple."""
+    """Return True for exactly a dict, OrderedDict, Counter, list or tuple."""
     return type(value) in _CONTAINERS
 
 
 def is_plain_value(value: object) -> bool:
     """Return True for a value without tensors and parts, such as a number, a set or an array."""
     kind = type(value)
-    is_known = kind in _SCALARS or kind in _ENCODED or kind in _SETS
+    is_known = kind in _SCALARS or kind in _ENCODED or kind in _SETS or kind is complex
     return is_known or is_array(value) or _is_numpy_scalar(value)
 
 
@@ -346,55 +336,28 @@ def _numpy() -> Any:
 
 # -- plain values as JSON --------------------------------------------------------------------------
 
-_NAN_OF_JSON = struct.pack(">d", math.nan)
-_strict_json = json.JSONEncoder(separators=(",", ":"), check_circular=False, allow_nan=False).encode
-_json = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
+_NAN, _NEGATIVE_NAN = (struct.pack(">d", nan) for nan in (math.nan, -math.nan))
 
 
-def encode_values(meta: Mapping[str, Any], values: Sequence[Any]) -> str:
-    """Return the JSON text of a header's values.
+def _encode_scalar(path: StatePath, value: Any) -> Any:
+    """Encode None, a bool, a number or a string, so that it has the same bits when it is read.
 
-    Args:
-        meta: JSON values that are saved next to the state.
-        values: The plain values of `FlatState.values`.
+    Raises:
+        CheckpointError: JSON cannot have the value.
     """
-    try:
-        # Nearly all states contain neither NaN nor infinity, nor integers of thousands of digits.
-        return _strict_json({"meta": meta, "values": values})
-    except ValueError:
-        return _json({"meta": meta, "values": [_encode_scalar(value) for value in values]})
-
-
-def encode_plain_values(values: Sequence[Any]) -> str:
-    """Return a text that is equal for equal plain values of `FlatState.values`, and only for them.
-
-    It is not the form in a file.
-    """
-    try:
-        return _json(values)
-    except ValueError:  # an integer of thousands of digits
-        return _json([_encode_scalar(value) for value in values])
-
-
-def _encode_scalar(value: Any) -> Any:
     if type(value) is int and value.bit_length() > MAX_INT_BITS:
-        return {"int": hex(value)}
-    return _encode_float(value) if type(value) is float else value
-
-
-def _encode_float(value: float) -> float | dict[str, str]:
-    """Encode a float with all its bits: JSON keeps one NaN, and a float has many of them."""
-    if not math.isnan(value) or struct.pack(">d", value) == _NAN_OF_JSON:
+        raise CheckpointError(
+            f"{format_path(path)} is an integer of {value.bit_length()} bits, and a checkpoint has "
+            f"integers of at most {MAX_INT_BITS} bits: save its bytes, as of value.to_bytes()"
+        )
+    if value == value or struct.pack(">d", value) == _NAN:
         return value
-    return {"nan": struct.pack(">d", value).hex()}
-
-
-def _decode_float(encoded: Any) -> float:
-    return _decode_nan(encoded["nan"]) if isinstance(encoded, dict) else encoded
-
-
-def _decode_nan(pattern: str) -> float:
-    return float(struct.unpack(">d", bytes.fromhex(pattern))[0])
+    if struct.pack(">d", value) != _NEGATIVE_NAN:
+        raise CheckpointError(
+            f"{format_path(path)} is a NaN with the bits {struct.pack('>d', value).hex()}, and a "
+            "checkpoint has only the usual NaN of Python: save it as a tensor or a NumPy number"
+        )
+    return {"nan": "-"}  # Processors of Intel and AMD give this NaN for inf - inf, for example.
 
 
 def _to_text(data: bytes | bytearray) -> str:
@@ -409,18 +372,13 @@ def _from_text(text: str) -> bytes:
 _ENCODED: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     bytes: ("bytes", _to_text, _from_text),
     bytearray: ("bytearray", _to_text, lambda text: bytearray(_from_text(text))),
-    complex: (
-        "complex",
-        lambda value: [_encode_float(value.real), _encode_float(value.imag)],
-        lambda parts: complex(*map(_decode_float, parts)),
-    ),
     torch.Size: ("size", list, torch.Size),
     torch.dtype: ("dtype", dtype_name, dtype_from_name),
     torch.device: ("device", str, torch.device),
 }
 _DECODERS: dict[str, Callable[[Any], Any]] = {
-    "int": lambda text: int(text, 16),
-    "nan": _decode_nan,
+    "nan": lambda _: -math.nan,
+    "complex": lambda parts: complex(*map(_decode_plain, parts)),
     **{name: decode for name, _, decode in _ENCODED.values()},
 }
 
@@ -433,15 +391,21 @@ def _encode_plain(path: StatePath, value: Any) -> Any:
     """
     kind = type(value)
     if kind in _SCALARS:
-        return _encode_scalar(value)
+        return _encode_scalar(path, value)
     if kind in _ENCODED:
         name, encode, _ = _ENCODED[kind]
         return {name: encode(value)}
-    if kind is tuple:
-        return {"tuple": [_encode_plain(path, item) for item in value]}
+    if kind is complex:
+        return {"complex": [_encode_scalar(path, part) for part in (value.real, value.imag)]}
     if kind in _SETS:
         # The order of a set differs between processes, and equal states must be equal bytes.
-        return {_SETS[kind]: sorted((_encode_plain(path, item) for item in value), key=_json)}
+        items = (_encode_plain(path, item) for item in value)
+        return {_SETS[kind]: sorted(items, key=compact_json)}
+    if kind is tuple:
+        raise CheckpointError(
+            f"{format_path(path)} has the tuple {value!r:.80}, and the keys of a dict and the items"
+            " of a set are single values in a checkpoint: use a string in place of the tuple"
+        )
     if _is_numpy_scalar(value):
         _check_numpy_dtype(path, value)
         return {"number": _to_text(value.tobytes()), "dtype": value.dtype.str}
@@ -451,16 +415,13 @@ def _encode_plain(path: StatePath, value: Any) -> Any:
 def _decode_plain(encoded: Any) -> Any:
     if not isinstance(encoded, dict):
         return encoded
-    kind = next(iter(encoded))
+    kind = next(iter(encoded), "")
     payload = encoded[kind]
     if kind in _DECODERS:
         return _DECODERS[kind](payload)
     if kind == "number":
         return _numpy_scalar(_from_text(payload), encoded["dtype"])
-    items = map(_decode_plain, payload)
-    if kind == "tuple":
-        return tuple(items)
-    return {"set": set, "frozenset": frozenset}[kind](items)
+    return {"set": set, "frozenset": frozenset}[kind](map(_decode_plain, payload))
 
 
 def _unsupported_value_error(path: StatePath, value: object) -> CheckpointError:
@@ -474,7 +435,8 @@ def _unsupported_value_error(path: StatePath, value: object) -> CheckpointError:
         return CheckpointError(f"{what}: a subclass of torch.Tensor is not saved as it is")
     if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
         return CheckpointError(f"{what}, which has a state_dict and no load_state_dict: save that")
-    return CheckpointError(f"{what}, which a checkpoint does not hold: save what it is made of")
+    advice = "save a dict of it" if isinstance(value, dict) else "save what it is made of"
+    return CheckpointError(f"{what}, which a checkpoint does not hold: {advice}")
 
 
 # -- from a state to its tensors and values --------------------------------------------------------
@@ -550,6 +512,8 @@ class _Flattener:
                 tensors.append(value)
             elif kind in _SCALARS:
                 structure.append(_VALUE)
+                if value != value or (kind is int and value.bit_length() > MAX_INT_BITS):
+                    value = _encode_scalar(tuple(path) if at is not None else (*path, key), value)
                 values.append(value)
             elif (
                 kind is dict and at is None and not self._checks_dicts and len(path) < MAX_DEPTH - 1
@@ -584,12 +548,9 @@ class _Flattener:
         self._add_parts(enumerate(value))
 
     def _add_mapping(self, value: Any) -> None:
-        attributes = getattr(value, "__dict__", {})  # a defaultdict has none
+        attributes = value.__dict__
         names = tuple(attributes)
-        factory = ""
-        if type(value) is defaultdict:
-            factory = _factory_name(tuple(self._path), value)
-        self.flat.structure += (type(value), _keys_token(value), names, factory)
+        self.flat.structure += (type(value), _keys_token(value), names)
         self._add_parts(value.items())
         if names:
             # A module's state dict contains the versions of its parts in an attribute.
@@ -642,7 +603,7 @@ class _Flattener:
 _ADDERS: dict[type, Callable[[_Flattener, Any], None]] = {
     dict: _Flattener._add_dict,
     **dict.fromkeys((list, tuple), _Flattener._add_sequence),
-    **dict.fromkeys((OrderedDict, Counter, defaultdict), _Flattener._add_mapping),
+    **dict.fromkeys((OrderedDict, Counter), _Flattener._add_mapping),
 }
 
 
@@ -660,21 +621,7 @@ def _keys_token(value: Mapping[Any, Any]) -> tuple[Any, ...]:
 
 def _exact_key(key: object) -> Any:
     """Return a value that is equal for two keys only if they have the same types and values."""
-    if type(key) in (str, int):
-        return (type(key), key)
-    if isinstance(key, tuple):  # A torch.Size is equal to a tuple.
-        return (type(key), *map(_exact_key, key))
-    return (type(key), repr(key))
-
-
-def _factory_name(path: StatePath, value: defaultdict[Any, Any]) -> str:
-    for name, factory in _FACTORIES.items():
-        if value.default_factory is factory:
-            return name
-    raise CheckpointError(
-        f"{format_path(path)} is a defaultdict of {value.default_factory!r}, and a checkpoint "
-        f"holds those of {', '.join(_FACTORIES)}: save a dict of it"
-    )
+    return (type(key), key if type(key) in (str, int) else repr(key))
 
 
 # -- parts of a structure --------------------------------------------------------------------------
@@ -704,9 +651,9 @@ def structure_parts(structure: Sequence[Any]) -> list[StructurePart]:
         if token in _MAPPING_NAMES:
             kind, keys = _MAPPING_NAMES[token], next(tokens)
             keys = keys[0] if keys and type(keys[0]) is tuple else keys
-            names, factory = ((), "") if token is dict else (next(tokens), next(tokens))
+            names = () if token is dict else next(tokens)
             encoded = [_encode_key(path, key) for key in keys]
-            parts.append(StructurePart(path, _json([kind, encoded, names, factory])))
+            parts.append(StructurePart(path, compact_json([kind, encoded, names])))
             for key in keys:
                 add((*path, key), "_metadata" in names)
             for name in names:
@@ -791,11 +738,9 @@ class _StructureEncoder:
     def _mapping(self, path: StatePath, kind: str) -> dict[str, Any]:
         keys = next(self._tokens)
         keys = keys[0] if keys and type(keys[0]) is tuple else keys
-        names, factory = ((), "") if kind == "dict" else (next(self._tokens), next(self._tokens))
+        names = () if kind == "dict" else next(self._tokens)
         items = [[_encode_key(path, key), self.encode_next((*path, key))] for key in keys]
         encoded: dict[str, Any] = {kind: items}
-        if factory:
-            encoded["factory"] = factory
         if names:
             labels = {name: PathLabel(f".{name}") for name in names}
             encoded["attributes"] = {n: self.encode_next((*path, at)) for n, at in labels.items()}
@@ -805,19 +750,10 @@ class _StructureEncoder:
 def _encode_key(path: StatePath, key: Any) -> Any:
     if type(key) is str:
         return key
-    _check_key_size(path, key)
-    return _encode_plain((*path, PathLabel(f".key({key!r})")), key)
-
-
-def _check_key_size(path: StatePath, key: object) -> None:
-    if isinstance(key, tuple):
-        for part in key:
-            _check_key_size(path, part)
-    elif isinstance(key, int) and key.bit_length() > MAX_INT_BITS:
-        raise CheckpointError(
-            f"{format_path(path)} has an integer of {key.bit_length()} bits as a key, and keys have"
-            f" at most {MAX_INT_BITS} bits: use a string as the key"
-        )
+    # Python refuses to write an integer of thousands of digits.
+    is_huge = type(key) is int and key.bit_length() > MAX_INT_BITS
+    label = PathLabel(".key(...)" if is_huge else f".key({key!r:.80})")
+    return _encode_plain((*path, label), key)
 
 
 def encode_path(path: StatePath) -> list[Any]:
@@ -841,7 +777,7 @@ def unflatten(tree: Any, values: Sequence[Any], tensors: Sequence[torch.Tensor])
 
     Raises:
         AttributeError, LookupError, OverflowError, RuntimeError, TypeError, ValueError: The JSON
-            was not written by `encode_structure` and `encode_values`.
+            was not written by `encode_structure`, or the values not by `flatten`.
         CheckpointUnreadableError: The state contains NumPy arrays, and NumPy is not installed.
     """
     decoder = _Decoder(values, tensors)
@@ -862,7 +798,7 @@ class _Decoder:
             return _decode_plain(self._next_value())
         if isinstance(encoded, list):
             return [self.decode(item) for item in encoded]
-        kind = next(iter(encoded))
+        kind = next(iter(encoded), "")
         payload = encoded[kind]
         if kind in ("tensor", "parameter", "array"):
             # Arrays with the same bytes can be views of another dtype, shape or memory order.
@@ -884,8 +820,6 @@ class _Decoder:
 
     def _mapping(self, encoded: dict[str, Any], kind: str) -> Any:
         state: Any = _MAPPINGS[kind]()
-        if kind == "defaultdict":
-            state.default_factory = _FACTORIES[encoded["factory"]]
         for key, item in encoded[kind]:
             state[key if type(key) is str else _decode_plain(key)] = self.decode(item)
         for name, item in encoded.get("attributes", {}).items():

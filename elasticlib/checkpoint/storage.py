@@ -7,9 +7,10 @@ and `replace` renames a complete file. `DiskCalls` makes all system calls that c
 `FsspecStorage` is a directory behind a URL. Object stores store a file completely or not at all,
 but they have no rename and no lock, so only one job may write to a URL at a time.
 
-A file is written and read in segments of 8 MiB. Each segment has a CRC-32, which is computed while
-the segment is in the processor's cache. The checksum of a file is the CRC-32 of these values, so
-that several threads can read a file and verify it. This module does not interpret the contents.
+A data file is written and read in segments of 8 MiB. Each segment has a CRC-32, which is computed
+while the segment is in the processor's cache. The checksum of the data is the CRC-32 of these
+values, so that several threads can read a file and verify it. It follows the data, as the last
+eight bytes of the file. Apart from that, this module does not interpret the contents.
 """
 
 from __future__ import annotations
@@ -27,19 +28,22 @@ import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 
 from ..clock import monotonic
 from ..errors import CheckpointError
-from ..threads import daemon_thread
+from ..threads import daemon_thread, run_with_limit
 from ..untrusted import open_regular_file
 
 T = TypeVar("T")
 OnChunk: TypeAlias = Callable[[memoryview], None]
 
 Checksum: TypeAlias = int
-"""The checksum of a file: the CRC-32 of the CRC-32 values of its segments."""
+"""The checksum of data: the CRC-32 of the CRC-32 values of their segments."""
+
+CHECKSUM_BYTES = 8  # at the end of a data file: its checksum, as hexadecimal digits
 
 SEGMENT_BYTES = 8 << 20  # Another value changes the checksums of files.
 CACHED_SEGMENTS = 8  # The page cache keeps so many segments of a file that is being written.
@@ -50,6 +54,11 @@ MAX_READER_THREADS = min(8, len(os.sched_getaffinity(0)))  # Eight saturate any 
 LOCK_NAME = ".lock"
 LOCK_TIMEOUT_S = 60.0  # A writer holds the lock while it commits and deletes, which takes seconds.
 LOCK_POLL_INTERVAL_S = 0.05
+
+# One call of fsspec, which transfers at most a segment. Closing a file may transfer all of it.
+FSSPEC_TIMEOUT_S = 120.0
+FSSPEC_CLOSE_BYTES_PER_S = 10 << 20
+
 MAX_CREATE_ATTEMPTS = 100  # A concurrent pruner may delete a directory that has no file yet.
 
 _TEMP_NAME = re.compile(r"\.(?P<target>.+)\.[0-9a-f]{8}\.partial", re.DOTALL)
@@ -64,6 +73,11 @@ def ignore_chunk(_chunk: memoryview) -> None:
 def temp_name(target: str, token: int) -> str:
     """Return the hidden name under which a writer with this token writes `target`."""
     return f".{target}.{token % 2**32:08x}.partial"
+
+
+def claim_name(target: str) -> str:
+    """Return the hidden name under which `CheckpointStorage.put` writes `target`."""
+    return temp_name(target, 0)
 
 
 def temp_target(name: str) -> str | None:
@@ -84,6 +98,7 @@ class CheckpointStorage(abc.ABC):
 
     name: str  # the path or URL, for messages
     max_readers = 1  # how many threads may call `read_into` at once
+    shows_growth = False  # whether the size of a claim shows how much of the file was written
 
     @abc.abstractmethod
     def lock(self) -> AbstractContextManager[None]:
@@ -140,10 +155,24 @@ class CheckpointStorage(abc.ABC):
 
     @abc.abstractmethod
     def write(self, name: str, data: memoryview) -> Checksum:
-        """Write a new file durably and create its directory. Remove the file if this fails.
+        """Write a new data file durably: `data`, and after them their checksum.
+
+        Create the directory of the file. Remove the file if this fails.
 
         Returns:
-            The checksum of the file, as `checksum` computes it.
+            The checksum of the data, as `checksum` computes it. The file ends with
+            `encode_checksum` of it.
+        """
+
+    @abc.abstractmethod
+    def put(self, name: str, data: memoryview) -> bool:
+        """Write a new data file as `write` does, unless it exists, or another process writes it.
+
+        A file `claim_name` in the same directory tells others that the file is being written. It
+        disappears when the file is complete, or if this fails. If the process is killed, it stays.
+
+        Returns:
+            Whether the file was written.
         """
 
     @abc.abstractmethod
@@ -157,6 +186,21 @@ class CheckpointStorage(abc.ABC):
     @abc.abstractmethod
     def remove_folder(self, folder: str) -> None:
         """Remove an empty directory. Do nothing if it does not exist, or is not empty."""
+
+    def remove_tree(self, folder: str, first: str) -> None:
+        """Remove a subdirectory and the files in it.
+
+        What is no file in it, such as a pipe or a directory, stays, and so does the subdirectory.
+
+        Args:
+            folder: the subdirectory.
+            first: the file that is removed before the others, durably.
+        """
+        files = self.list_files(folder)
+        for name in [first, *(name for name in files if name != first)]:
+            if name in files:
+                self.remove(f"{folder}/{name}")
+        self.remove_folder(folder)
 
 
 def resolve_location(
@@ -223,6 +267,7 @@ class LocalStorage(CheckpointStorage):
     """A directory of a file system, local or on a network."""
 
     max_readers = MAX_READER_THREADS
+    shows_growth = True
 
     def __init__(self, folder: str | os.PathLike[str], calls: DiskCalls | None = None) -> None:
         self.name = os.path.abspath(os.fspath(folder))
@@ -288,14 +333,39 @@ class LocalStorage(CheckpointStorage):
         path = self._path(name)
         folder = os.path.dirname(path)
         handle = self._create(path, folder)
-        with self._removed_on_error(path), _FollowingChecksum(len(data)) as checksum_thread:
-            with self._synced(handle):
-                for number, segment in enumerate(split_into_segments(data)):
-                    self._write_all(handle, segment)
-                    checksum_thread.add(segment)
-                    _release_page_cache(handle, number - CACHED_SEGMENTS)
-            result = checksum_thread.result()
+        with self._removed_on_error(path):
+            result = self._fill(handle, data)
         self._sync_folder(folder)
+        return result
+
+    def put(self, name: str, data: memoryview) -> bool:
+        path = self._path(name)
+        folder, base = os.path.split(path)
+        claim = os.path.join(folder, claim_name(base))
+        try:
+            handle = self._create(claim, folder)
+        except FileExistsError:
+            return False
+        with self._removed_on_error(claim):
+            # The process that had the claim before may have renamed it since then.
+            if os.path.exists(path):
+                os.close(handle)
+                self._calls.remove(claim)
+                return False
+            self._fill(handle, data)
+            self._calls.rename(claim, path)
+        self._sync_folder(folder)
+        return True
+
+    def _fill(self, handle: int, data: memoryview) -> Checksum:
+        """Write data and their checksum to a new file, sync and close it."""
+        with _FollowingChecksum(len(data)) as checksum_thread, self._synced(handle):
+            for number, segment in enumerate(split_into_segments(data)):
+                self._write_all(handle, segment)
+                checksum_thread.add(segment)
+                _release_page_cache(handle, number - CACHED_SEGMENTS)
+            result = checksum_thread.result()
+            self._write_all(handle, memoryview(encode_checksum(result)))
         return result
 
     def replace(self, name: str, data: bytes | memoryview) -> None:
@@ -321,6 +391,16 @@ class LocalStorage(CheckpointStorage):
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
                 raise
+
+    def remove_tree(self, folder: str, first: str) -> None:
+        files = self.list_files(folder)
+        if first in files:
+            self.remove(f"{folder}/{first}")
+        # Without its first file the directory means nothing, so the others need no sync.
+        for name in files.keys() - {first}:
+            with contextlib.suppress(FileNotFoundError):
+                self._calls.remove(self._path(f"{folder}/{name}"))
+        self.remove_folder(folder)
 
     def _path(self, name: str) -> str:
         return os.path.join(self.name, name)
@@ -459,21 +539,31 @@ class FsspecStorage(CheckpointStorage):
     """A directory that fsspec reaches, which the extra `fsspec` installs.
 
     Only one job may write to it at a time: it has no lock, so fencing is not enforced.
+
+    Libraries behind fsspec may wait for an answer forever. So each call of fsspec runs in a thread
+    of its own, and raises TimeoutError (an OSError) when its limit expires.
+
+    Args:
+        url: the URL.
+        timeout_s: limit of each call in seconds. Closing a file has a second more for each 10 MiB.
+
+    Raises:
+        CheckpointError: the URL cannot be opened.
     """
 
     max_readers = 8
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, timeout_s: float = FSSPEC_TIMEOUT_S) -> None:
         try:
             from fsspec.core import url_to_fs  # type: ignore[import-untyped]
         except ImportError as error:
             raise CheckpointError(
                 f"{url} needs fsspec and its package for this URL: pip install 'elasticlib[fsspec]'"
             ) from error
-        self.name = url
+        self.name, self._timeout_s = url, timeout_s
         try:
             self._fs: Any
-            self._fs, self._root = url_to_fs(url)
+            self._fs, self._root = self._call("", url_to_fs, url)
         except Exception as error:
             raise CheckpointError(f"{url} cannot be opened: {error}") from error
 
@@ -491,7 +581,7 @@ class FsspecStorage(CheckpointStorage):
     def read(self, name: str) -> bytes | None:
         with self._os_errors(name):
             try:
-                return bytes(self._fs.cat_file(self._path(name)))
+                return bytes(self._call(name, self._fs.cat_file, self._path(name)))
             except FileNotFoundError:
                 return None
 
@@ -506,8 +596,8 @@ class FsspecStorage(CheckpointStorage):
         done = 0
         with self._os_errors(name):
             for segment in split_into_segments(buffer):
-                begin = start + done
-                data = self._fs.cat_file(self._path(name), start=begin, end=begin + len(segment))
+                limits = {"start": start + done, "end": start + done + len(segment)}
+                data = self._call(name, self._fs.cat_file, self._path(name), **limits)
                 segment[: len(data)] = data
                 on_chunk(segment[: len(data)])
                 done += len(data)
@@ -516,46 +606,104 @@ class FsspecStorage(CheckpointStorage):
         return done
 
     def write(self, name: str, data: memoryview) -> Checksum:
-        path, crcs = self._path(name), []
+        path = self._path(name)
         with self._os_errors(name):
-            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+            self._make_folder(name)
             try:
-                with self._fs.open(path, "wb") as file:
-                    for segment in split_into_segments(data):
-                        file.write(segment)
-                        crcs.append(zlib.crc32(segment))
+                result = combine_segment_crcs(self._write_segments(name, data))
                 self._fs.invalidate_cache()
-                size = self._fs.info(path)["size"]
-                if size != len(data):
-                    raise OSError(f"{len(data)} bytes were written, but the file has {size}")
+                size = self._call(name, self._fs.info, path)["size"]
+                if size != len(data) + CHECKSUM_BYTES:
+                    written = len(data) + CHECKSUM_BYTES
+                    raise OSError(f"{written} bytes were written, but the file has {size}")
+            except TimeoutError:
+                raise  # Another call would not be answered either.
             except BaseException:
                 with contextlib.suppress(Exception):
-                    self._fs.rm_file(path)
+                    self._call(name, self._fs.rm_file, path)
                 raise
-        return combine_segment_crcs(crcs)
+        return result
+
+    def put(self, name: str, data: memoryview) -> bool:
+        folder, _, base = name.rpartition("/")
+        claim = claim_name(base)
+        if self.list_files(folder).keys() & {base, claim}:
+            return False
+        self.replace(f"{folder}/{claim}", b"an agent writes this file")
+        try:
+            self.write(name, data)
+        finally:
+            self.remove(f"{folder}/{claim}")
+        return True
 
     def replace(self, name: str, data: bytes) -> None:
         with self._os_errors(name):
-            path = self._path(name)
-            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-            self._fs.pipe_file(path, data)
+            self._make_folder(name)
+            self._call(name, self._fs.pipe_file, self._path(name), data)
 
     def remove(self, name: str) -> None:
         with self._os_errors(name), contextlib.suppress(FileNotFoundError):
-            self._fs.rm_file(self._path(name))
+            self._call(name, self._fs.rm_file, self._path(name))
 
     def remove_folder(self, folder: str) -> None:
         # In most object stores a directory exists only while it has files.
         with contextlib.suppress(Exception):
-            self._fs.rmdir(self._path(folder))
+            self._call(folder, self._fs.rmdir, self._path(folder))
 
     def _list(self, folder: str) -> list[dict[str, Any]]:
         with self._os_errors(folder):
             self._fs.invalidate_cache()
             try:
-                return list(self._fs.ls(self._path(folder), detail=True))
+                return list(self._call(folder, self._fs.ls, self._path(folder), detail=True))
             except FileNotFoundError:
                 return []
+
+    def _make_folder(self, name: str) -> None:
+        """Create the directory of a file, where the object store has directories."""
+        folder = self._path(name).rpartition("/")[0]
+        self._call(name, self._fs.makedirs, folder, exist_ok=True)
+
+    def _write_segments(self, name: str, data: memoryview) -> list[int]:
+        """Write a file and its checksum, and return the CRC-32 of each segment."""
+        file, crcs = self._call(name, self._fs.open, self._path(name), "wb"), []
+        close_s = self._timeout_s + len(data) / FSSPEC_CLOSE_BYTES_PER_S
+        try:
+            for segment in split_into_segments(data):
+                self._call(name, file.write, segment)
+                crcs.append(zlib.crc32(segment))
+            self._call(name, file.write, encode_checksum(combine_segment_crcs(crcs)))
+        except TimeoutError:
+            raise
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self._call(name, file.close, limit_s=close_s)
+            raise
+        self._call(name, file.close, limit_s=close_s)
+        return crcs
+
+    def _call(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        *args: Any,
+        limit_s: float | None = None,
+        **options: Any,
+    ) -> Any:
+        """Return the result of a function of fsspec that is called for a file or directory.
+
+        Raises:
+            TimeoutError: it has not returned within the limit.
+        """
+        limit_s = self._timeout_s if limit_s is None else limit_s
+        try:
+            return run_with_limit(partial(function, *args, **options), limit_s, "elasticlib-fsspec")
+        except TimeoutError as error:
+            what = getattr(function, "__name__", "a call")
+            raise TimeoutError(
+                errno.ETIMEDOUT,
+                f"{self.name}/{name}: {what} was not answered ({error}): check the network and the"
+                " object store",
+            ) from error
 
     def _path(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}".rstrip("/")
@@ -590,8 +738,32 @@ def combine_segment_crcs(crcs: Iterable[int]) -> Checksum:
 
 
 def checksum(data: memoryview) -> Checksum:
-    """Return the checksum of a file's bytes."""
+    """Return the checksum of data."""
     return combine_segment_crcs(map(zlib.crc32, split_into_segments(data)))
+
+
+def encode_checksum(value: Checksum) -> bytes:
+    """Return a checksum as the `CHECKSUM_BYTES` bytes at the end of a data file."""
+    return b"%08x" % value
+
+
+class RunningChecksum:
+    """The checksum of data that are added in chunks, none of which is in two segments."""
+
+    def __init__(self) -> None:
+        self._crcs: list[int] = []
+        self._num_bytes = 0
+
+    def add(self, chunk: bytes | memoryview) -> None:
+        """Add the next chunk."""
+        if not self._num_bytes % SEGMENT_BYTES:
+            self._crcs.append(0)
+        self._crcs[-1] = zlib.crc32(chunk, self._crcs[-1])
+        self._num_bytes += len(chunk)
+
+    def encode(self) -> bytes:
+        """Return the checksum of all chunks as `encode_checksum` does."""
+        return encode_checksum(combine_segment_crcs(self._crcs))
 
 
 def new_memory(size: int) -> mmap.mmap:
@@ -623,45 +795,53 @@ def read_with_checksum(
     *,
     max_threads: int = 1,
     on_chunk: OnChunk = ignore_chunk,
-) -> tuple[int, int]:
-    """Read the first `size` bytes of a file and compute their checksum.
+) -> tuple[int, Checksum, bytes]:
+    """Read the first `size` bytes of a data file, and compute the checksum of all but the last 8.
 
     Args:
         read: reads into a buffer from an offset, as `CheckpointStorage.read_into` does. Several
             threads call it at once, each for another segment.
-        size: how many bytes to read.
+        size: the size of the file.
         into: receives the bytes. Without it they are only checked.
         max_threads: how many threads read at once.
         on_chunk: receives each chunk, from one thread at a time, in any order.
 
     Returns:
-        The number of bytes that were read, which is less than `size` only if the file is shorter,
-        and their checksum.
+        The number of bytes that were read, which is less than `size` only if the file is shorter;
+        the checksum of the data; and the last 8 bytes, which must be the same checksum.
     """
+    size -= CHECKSUM_BYTES
+    last = max(0, (size - 1) // SEGMENT_BYTES * SEGMENT_BYTES)  # The end is read with this segment.
+    end = b""
     lock = threading.Lock()
     local = threading.local()  # Each thread that only checks uses one buffer for all its segments.
 
     def read_segment(start: int) -> tuple[int, int]:
-        crc, length = 0, min(SEGMENT_BYTES, size - start)
+        nonlocal end
+        crc, num_read = 0, 0
+        num_data = min(SEGMENT_BYTES, size - start)
+        length = num_data + (CHECKSUM_BYTES if start == last else 0)
         if into is not None:
             buffer = into[start : start + length]
         else:
             if not hasattr(local, "buffer"):
-                local.buffer = memoryview(new_memory(min(SEGMENT_BYTES, size)))
+                local.buffer = memoryview(new_memory(min(SEGMENT_BYTES, size) + CHECKSUM_BYTES))
             buffer = local.buffer[:length]
 
         def add_chunk(chunk: memoryview) -> None:
-            nonlocal crc
-            crc = zlib.crc32(chunk, crc)
+            nonlocal crc, num_read
+            crc = zlib.crc32(chunk[: max(0, num_data - num_read)], crc)
+            num_read += len(chunk)
             with lock:
                 on_chunk(chunk)
 
-        return read(buffer, start, add_chunk), crc
+        count = read(buffer, start, add_chunk)
+        if start == last:
+            end = bytes(buffer[num_data:count])
+        return count, crc
 
-    results = _map_in_threads(read_segment, range(0, size, SEGMENT_BYTES), max_threads)
-    num_full = next((at for at, (count, _) in enumerate(results) if count < SEGMENT_BYTES), size)
-    present = [(count, crc) for count, crc in results[: num_full + 1] if count]
-    return sum(count for count, _ in present), combine_segment_crcs(crc for _, crc in present)
+    results = _map_in_threads(read_segment, range(0, last + 1, SEGMENT_BYTES), max_threads)
+    return sum(count for count, _ in results), combine_segment_crcs(crc for _, crc in results), end
 
 
 def _map_in_threads(act: Callable[[int], T], items: range, max_threads: int) -> list[T]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import importlib
+import json
 import os
 import secrets
 import socket
@@ -57,6 +58,9 @@ class GroupMembership:
     def all_gather(self, name: str, text: str) -> list[str]:
         """Exchange a text with all members through the store. Every member must call this.
 
+        Rank 0 collects the texts and publishes them under one key, because a large job would
+        otherwise send as many requests to the store as it has pairs of ranks.
+
         Args:
             name: identifies the call within the generation.
             text: the value of this rank.
@@ -65,7 +69,11 @@ class GroupMembership:
             The value of each rank, in rank order.
         """
         self.store.set(f"{name}/{self.rank}", text)
-        return [self.store.get(f"{name}/{rank}").decode() for rank in range(self.world_size)]
+        if self.rank == 0:
+            keys = [f"{name}/{rank}" for rank in range(self.world_size)]
+            texts = [text.decode() for text in self.store.multi_get(keys)]
+            self.store.set(name, json.dumps(texts))
+        return [str(each) for each in json.loads(self.store.get(name))]
 
 
 class GroupBackend(abc.ABC):

@@ -269,7 +269,8 @@ class GenerationStore(_c10d.Store):  # type: ignore[misc]
         return bytes(self.target.get(key))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return [self.get(key) for key in keys]
+        self.wait(keys)
+        return [bytes(value) for value in self.target.multi_get([*keys])]
 
 
 def _forwarder(name: str) -> Callable[..., Any]:

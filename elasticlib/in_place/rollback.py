@@ -13,6 +13,7 @@ import enum
 import random
 import sys
 import types
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Set
 from contextlib import nullcontext
 from functools import partial
@@ -175,7 +176,7 @@ class _Content:
         if id(value) in self._seen:
             return
         self._seen[id(value)] = value
-        if is_container(value):
+        if is_container(value) or kind is defaultdict:  # as the state of an optimizer
             self._add_container(value, path)
         elif isinstance(value, nn.Module):
             self._add_module(value, path)
@@ -239,7 +240,8 @@ class _Content:
     def _add_container(self, value: Any, path: StatePath) -> None:
         if not isinstance(value, tuple):
             self._containers.append(partial(_refill, value, copy.copy(value)))
-        for key, part in parts_of(value).items():
+        parts = value if isinstance(value, dict) else parts_of(value)
+        for key, part in parts.items():
             if type(part) not in _IMMUTABLE:
                 self.add(part, (*path, key))
 

@@ -543,13 +543,14 @@ class StepLoop:
                 # If packing fails here, only this worker fails, and the others continue without it.
                 pack = _pack_state(parts) if peers.rank == plan.source else None
                 pack = peers.broadcast_pack(plan.step, pack, plan.source, plan.receivers)
-        if is_receiver:
-            self._is_complete = False
-            plan_restore(parts, unpack(require_not_none(pack, "a pack"), copy=False))()
-            self._put(parts)
-            self.step, self._has_state, self._is_complete = plan.step, True, True
-        if self._manager is not None and self._snapshot_every:
-            self._manager.on_state_broadcast(plan.step, parts, plan.source)
+            if is_receiver:
+                self._is_complete = False
+                plan_restore(parts, unpack(require_not_none(pack, "a pack"), copy=False))()
+                self._put(parts)
+                self.step, self._has_state, self._is_complete = plan.step, True, True
+            if self._manager is not None:
+                keep = bool(self._snapshot_every)
+                self._manager.on_state_broadcast(plan.step, parts, plan.source, peers, keep=keep)
         if is_receiver:
             context().report_restored(plan.step, source="peer", seconds=monotonic() - started)
 

@@ -12,7 +12,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-from ..checkpoint.catalog import CheckpointCatalog, CheckpointEntry
+from ..checkpoint.catalog import CheckpointCatalog, describe_problem
+from ..checkpoint.refs import Integrity, Line, StateRef, fork_step, position
 from ..checkpoint.storage import open_storage
 from ..clock import format_utc, monotonic, wall
 from ..errors import CheckpointError, ConfigError
@@ -31,7 +32,8 @@ def add_checkpoints(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `elasticlib checkpoints`."""
     parser.description = (
         "List the checkpoints that a CheckpointManager has saved in a directory or below an fsspec "
-        "URL. Their manifests and the sizes of their files are checked."
+        "URL. Their manifests and the sizes of their files are checked. A state is abandoned "
+        "once the job has gone back to a step before it and has saved something since then."
     )
     parser.add_argument("dir", metavar="DIR", help="a directory or an fsspec URL")
     parser.add_argument(
@@ -61,23 +63,36 @@ def _catalog(args: argparse.Namespace) -> CheckpointCatalog:
 
 
 def _list(args: argparse.Namespace) -> int:
-    _print(args, _catalog(args).list_entries(), range(len(HEAD)), COMPLETE)
+    catalog = _catalog(args)
+    refs = _newest_first(catalog)
+    _print(args, refs, catalog.line(refs), range(len(HEAD)), COMPLETE)
     return 0
 
 
 def _verify(args: argparse.Namespace) -> int:
     catalog = _catalog(args)
-    entries = catalog.list_entries()
-    total = sum(entry.manifest.size for entry in entries if entry.manifest)
+    refs = _newest_first(catalog)
+    total = sum(ref.size for ref in refs if ref.is_usable)
     with Progress("verified", total) as progress:
-        checked = [catalog.verified(entry, progress.add) for entry in entries]
-    _print(args, checked, (0, 1, -1), VERIFIED)
-    return int(any(entry.corruption for entry in checked))
+        checked = [catalog.verified(ref, progress.add) for ref in refs]
+    _print(args, checked, catalog.line(refs), (0, 1, -1), VERIFIED)
+    return int(any(ref.problem for ref in checked))
+
+
+def _newest_first(catalog: CheckpointCatalog) -> list[StateRef]:
+    refs = catalog.list_refs()
+    line = catalog.line(refs)
+
+    def order(ref: StateRef) -> tuple[object, ...]:
+        return (ref.step, position(line, ref) is not None, ref.saved_at, ref.number)
+
+    return sorted(refs, key=order, reverse=True)
 
 
 def _print(
     args: argparse.Namespace,
-    entries: Sequence[CheckpointEntry],
+    refs: Sequence[StateRef],
+    line: Line,
     columns: Sequence[int],
     state_if_intact: str,
 ) -> None:
@@ -85,14 +100,15 @@ def _print(
 
     Args:
         args: the arguments of the command.
-        entries: the checkpoints.
+        refs: the checkpoints.
+        line: the line of the job.
         columns: the indices of the columns.
         state_if_intact: the state of intact checkpoints, `COMPLETE` or `VERIFIED`.
     """
     if args.json:
-        print(json.dumps([_fields(entry, state_if_intact) for entry in entries], indent=1))
-    elif entries:
-        table = (HEAD, *(_row(entry, state_if_intact) for entry in entries))
+        print(json.dumps([_fields(ref, line, state_if_intact) for ref in refs], indent=1))
+    elif refs:
+        table = (HEAD, *(_row(ref, line, state_if_intact) for ref in refs))
         head, *rows = [[row[at] for at in columns] for row in table]
         show(Table(head, rows))
     else:
@@ -146,39 +162,50 @@ class Progress:
         print(text, end="", file=self._stream, flush=True)
 
 
-def _fields(entry: CheckpointEntry, state_if_intact: str) -> dict[str, Any]:
-    manifest = entry.manifest
+def _fields(ref: StateRef, line: Line, state_if_intact: str) -> dict[str, Any]:
     status = state_if_intact
-    if entry.corruption:
-        status = "unreadable" if entry.is_unreadable else "corrupt"
-    fields: dict[str, Any] = {"step": entry.step, "status": status, "error": entry.corruption}
-    if manifest is not None:
+    if ref.problem:
+        status = "unreadable" if ref.integrity is Integrity.UNREADABLE else "corrupt"
+    is_abandoned = position(line, ref) is None
+    fields: dict[str, Any] = {
+        "step": ref.step,
+        "folder": ref.place,
+        "status": status,
+        "error": ref.problem,
+        "abandoned": is_abandoned,
+    }
+    if is_abandoned:
+        fields["fork_step"] = fork_step(ref, line)
+    if not ref.problem:
         fields |= {
-            "bytes": manifest.size,
-            "parts": manifest.num_parts,
-            "saved_at": manifest.saved_at,
-            "run": manifest.run_id,
-            "generation": manifest.generation,
-            "world": manifest.world_size or None,
-            "pinned": manifest.is_pinned,
+            "bytes": ref.size,
+            "parts": ref.parts,
+            "saved_at": ref.saved_at,
+            "run": ref.writer.run,
+            "generation": ref.writer.generation,
+            "world": ref.world_size or None,
+            "pinned": ref.is_pinned,
+            "metrics": dict(ref.metrics),
         }
     return fields
 
 
-def _row(entry: CheckpointEntry, state_if_intact: str) -> tuple[str, ...]:
-    manifest = entry.manifest
-    state = entry.problem.removeprefix("is ") if entry.corruption else state_if_intact
-    if manifest is None:
-        return (str(entry.step), *"------", state)
-    parts = f" in {manifest.num_parts} parts" if manifest.num_parts else ""
-    run = f"{manifest.run_id} generation {manifest.generation}" if manifest.run_id else "-"
+def _row(ref: StateRef, line: Line, state_if_intact: str) -> tuple[str, ...]:
+    state = describe_problem(ref).removeprefix("is ") if ref.problem else state_if_intact
+    if position(line, ref) is None:
+        fork = fork_step(ref, line)
+        state += ", abandoned" if fork is None else f", abandoned when the job went back to {fork}"
+    if ref.problem:
+        return (str(ref.step), *"------", state)
+    parts = f" in {ref.parts} parts" if ref.parts else ""
+    writer = ref.writer
     return (
-        str(entry.step),
-        format_bytes(manifest.size) + parts,
-        format_utc(manifest.saved_at),
-        format_duration(max(0.0, wall() - manifest.saved_at)),
-        str(manifest.world_size or "-"),
-        "pinned" if manifest.is_pinned else "-",
-        run,
+        str(ref.step),
+        format_bytes(ref.size) + parts,
+        format_utc(ref.saved_at),
+        format_duration(max(0.0, wall() - ref.saved_at)),
+        str(ref.world_size or "-"),
+        "pinned" if ref.is_pinned else "-",
+        f"{writer.run} generation {writer.generation}" if writer.run else "-",
         state,
     )

@@ -24,6 +24,7 @@ from ..rendezvous.membership import NodeRecord
 from ..rendezvous.store_layout import JobListing, StoreKeys
 from ..sanitize import escape_to_one_line
 from ..stores.interface import Entry, Store
+from ..untrusted import decompress
 from .event import read_versioned_object
 from .formatting import format_ranges, format_ranks, group_stacks
 from .node_status import observer_prefix, read_field
@@ -100,13 +101,10 @@ def decode_stacks(data: bytes) -> NodeStacks:
     Raises:
         ValueError: `encode_stacks` cannot have returned the data; the error names the problem.
     """
-    decompressor = zlib.decompressobj()
     try:
-        text = decompressor.decompress(data, MAX_UNCOMPRESSED_BYTES)
-    except zlib.error as error:
-        raise ValueError(f"stacks must be compressed by zlib, got {data[:60]!r}") from error
-    if not decompressor.eof:
-        raise ValueError(f"stacks are truncated, or exceed {MAX_UNCOMPRESSED_BYTES} bytes")
+        text = decompress(data, MAX_UNCOMPRESSED_BYTES)
+    except ValueError as error:
+        raise ValueError(f"stacks must be compressed by zlib: {error}") from error
     fields = read_versioned_object(text, "stacks", VERSION)
     unresponsive = _read_ranks(fields.get("unresponsive_ranks"), "unresponsive_ranks")
     texts, unsupported = (_read_texts(fields, name) for name in ("texts", "unsupported"))

@@ -334,7 +334,7 @@ def test_a_drain_is_a_stop_once_the_whole_job_is_stopped() -> None:
     running = SupervisorState(AgentState.RUNNING, running_ranks=frozenset({0}))
     now, _ = transition(running, USR2)
     now, actions = transition(now, STOP)
-    assert now.outcome == RunOutcome(WorkerState.STOPPED, "received a stop request")
+    assert now.outcome == RunOutcome(WorkerState.STOPPED, "received a stop request", ends_job=True)
     assert actions == (ReportDrain("a stop request", ends_job=True),)
     assert transition(now, USR2) == (now, ()), "a later drain changes nothing"
     # A signal and a failure are more specific than the request.

@@ -52,11 +52,13 @@ from results import Row, Samples, run_command_line
 
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint import storage
-from elasticlib.checkpoint.catalog import CheckpointCatalog, Retention
-from elasticlib.checkpoint.commit import Committer, RankWriters, WriterIdentity
+from elasticlib.checkpoint.catalog import CheckpointCatalog
+from elasticlib.checkpoint.commit import Committer
+from elasticlib.checkpoint.refs import KeepLast, Writer, begin
 from elasticlib.checkpoint.restore import restore_from
-from elasticlib.checkpoint.snapshot_source import SnapshotLocation, SnapshotSource
+from elasticlib.checkpoint.snapshot_source import SnapshotSource
 from elasticlib.checkpoint.storage import LocalStorage, new_memory
+from elasticlib.checkpoint.writer import write_alone
 
 CHUNK_BYTES = 16 << 20
 State = dict[str, torch.Tensor]
@@ -213,9 +215,7 @@ def open_snapshot_memory() -> Iterator[SnapshotSource]:
     with tempfile.TemporaryDirectory(prefix="elasticlib-", dir="/dev/shm") as name:
         directory = Path(name) / "1"
         directory.mkdir()
-        with contextlib.closing(
-            SnapshotSource(SnapshotLocation(str(directory), "benchmark", 1))
-        ) as memory:
+        with contextlib.closing(SnapshotSource(str(directory), Writer("benchmark"))) as memory:
             yield memory
 
 
@@ -283,8 +283,8 @@ def run_python_loop() -> int:
 def write_checkpoint(data: memoryview, directory: Path) -> None:
     """Write and commit one checkpoint."""
     catalog = CheckpointCatalog(LocalStorage(directory))
-    writer = WriterIdentity("", "b", 0, secrets.token_hex(8))
-    RankWriters(Committer(catalog, writer, Retention(1))).write(1, data)
+    writer = Writer(incarnation=secrets.token_hex(8))
+    write_alone(Committer(catalog, writer, begin(None, writer), KeepLast(1)), 1, data)
 
 
 def interference(mib: int, repeat: int, directory: Path) -> Iterator[Row]:

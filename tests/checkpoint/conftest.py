@@ -40,6 +40,7 @@ def generation_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir(parents=True)
     monkeypatch.setenv("ELASTICLIB_SNAPSHOTS", str(folder))
     monkeypatch.setenv("ELASTICLIB_GENERATION", "1")
+    monkeypatch.setenv("ELASTICLIB_INCARNATION", "launch")
     return folder
 
 

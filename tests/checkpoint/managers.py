@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint.snapshot_source import SnapshotLocation, SnapshotSource
+from elasticlib.checkpoint.refs import Writer, begin
+from elasticlib.checkpoint.snapshot_slots import SnapshotHeader
+from elasticlib.checkpoint.snapshot_source import SnapshotSource
 from elasticlib.checkpoint.storage import LocalStorage
 from elasticlib.errors import CheckpointError
 
@@ -37,6 +39,21 @@ def create_manager(folder: Any, place: dict[str, object], **options: Any) -> Che
     return manager
 
 
+def step_folder(folder: Path, step: int) -> Path:
+    """Return the folder of the only checkpoint of a step."""
+    (path,) = folder.glob(f"step-{step:010d}.*")
+    return path
+
+
+WRITER = Writer("run", "launch", 1)
+
+
+def snapshot_header(name: str, step: int, size: int, **more: Any) -> SnapshotHeader:
+    """Return the header of a snapshot whose number is its step."""
+    fields = {"sequence": step, "writer": WRITER, "line": begin(None, WRITER), **more}
+    return SnapshotHeader(name, step, size=size, **fields)
+
+
 class GatedStorage(LocalStorage):
     """Storage that writes no data before `gate` is set, and fails like a full disk if `full`."""
 
@@ -55,7 +72,17 @@ class GatedStorage(LocalStorage):
 def open_memory(folder: Path) -> SnapshotSource:
     """Return the snapshot source of a worker whose agent has its memory in this directory."""
     (folder / "1").mkdir(parents=True)
-    return SnapshotSource(SnapshotLocation(str(folder / "1"), "run", 1))
+    return SnapshotSource(str(folder / "1"), Writer("run", generation=1))
+
+
+@contextmanager
+def no_new_threads() -> Iterator[None]:
+    """The kernel refuses each new thread, because it cannot give it a stack of this size."""
+    before = threading.stack_size(1 << 60)
+    try:
+        yield
+    finally:
+        threading.stack_size(before)
 
 
 @contextmanager

@@ -65,6 +65,7 @@ def open_manager(folder: Path, attempt: int) -> CheckpointManager:
     node = dist.get_rank() * 2 // dist.get_world_size()
     memory = folder / f"node{node}" / str(attempt)
     memory.mkdir(parents=True, exist_ok=True)
+    os.environ["ELASTICLIB_INCARNATION"] = "launch"
     os.environ.update(ELASTICLIB_SNAPSHOTS=str(memory), ELASTICLIB_GENERATION=str(attempt))
     return CheckpointManager(folder / "checkpoints")
 

@@ -21,10 +21,19 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from elasticlib.checkpoint.collectives import peer_group
 from elasticlib.checkpoint.pack import LayoutCache, PackImage, Shards, plan_layout
+from elasticlib.checkpoint.refs import DISK, Branch, StateRef
 from elasticlib.checkpoint.reshard import plan_part_layout
-from elasticlib.checkpoint.restore import RestoreAgreement, StateSource, StoredState, restore_from
+from elasticlib.checkpoint.restore import (
+    RestoreAgreement,
+    StateSource,
+    part_numbers,
+    restore_from,
+)
 from elasticlib.checkpoint.state_tree import flatten
+from elasticlib.codec import from_json, to_json
 from elasticlib.errors import CheckpointCorruptError, ConfigError
+
+BRANCH = "0123abcd"
 
 
 def plan_part(step: int, value: float, num_elements: int, part: int, num_parts: int) -> PackImage:
@@ -35,7 +44,9 @@ def plan_part(step: int, value: float, num_elements: int, part: int, num_parts: 
     row = ["w", "float32", [num_elements], [begin], [len(shard)], [1], "cpu"]
     meta = {"step": step, "shards": [row]}
     rest = flatten({"w": None, "n": step})
-    return LayoutCache().plan(rest, meta, Shards({("w",): shard}, [("w",)], has_rest=True))
+    return LayoutCache().plan(
+        rest, meta, Shards({("w",): shard}, [(begin,)], [""], [("w",)], has_rest=True)
+    )
 
 
 class PackFiles(StateSource):
@@ -50,38 +61,40 @@ class PackFiles(StateSource):
         self.fault: dict[str, Any] = {}
 
     def write(
-        self, stored: StoredState, image: PackImage, part: int = 0, *, damage: bool = False
+        self, ref: StateRef, image: PackImage, part: int = 0, *, damage: bool = False
     ) -> None:
         pack = bytearray(image.size)
         image.copy_to(pack)
         checksum = zlib.crc32(pack)
         pack[-1] ^= damage
-        self._file(stored, part).write_bytes(pack + checksum.to_bytes(4, "little"))
+        path = self._file(ref, part)
+        path.with_name(f"{path.name}.json").write_text(json.dumps(to_json(ref)))
+        path.write_bytes(pack + checksum.to_bytes(4, "little"))
 
-    def list_states(self) -> list[StoredState]:
+    def list_states(self) -> list[StateRef]:
         if self.fault.get("list"):
             raise OSError("the disk was removed")
-        return [*{StoredState(*json.loads(name)[1:]) for name in os.listdir(self.path)}]
+        paths = sorted(self.path.glob("*.json"))
+        refs = [from_json(StateRef, json.loads(path.read_text())) for path in paths]
+        return list(dict.fromkeys(refs))
 
-    def view(self, stored: StoredState, part: int = 0) -> memoryview:
-        if self.fault.get("read") == stored.step:
+    def view(self, ref: StateRef, part: int = 0) -> memoryview:
+        if self.fault.get("read") == ref.step:
             raise OSError(5, "Input/output error")
-        if self.fault.get("die") == stored.step:
+        if self.fault.get("die") == ref.step:
             os.kill(os.getpid(), signal.SIGKILL)
-        return memoryview(self._read(stored, part))[:-4]
+        return memoryview(self._read(ref, part))[:-4]
 
-    def check(self, stored: StoredState, part: int = 0) -> None:
-        data = self._read(stored, part)
+    def check(self, ref: StateRef, part: int = 0) -> None:
+        data = self._read(ref, part)
         if zlib.crc32(data[:-4]) != int.from_bytes(data[-4:], "little"):
-            raise CheckpointCorruptError(f"{stored.name} is damaged")
+            raise CheckpointCorruptError(f"{ref.place} is damaged")
 
-    def _read(self, stored: StoredState, part: int) -> bytearray:
-        return bytearray(
-            self._file(stored, part if stored.kind == "sharded disk" else 0).read_bytes()
-        )
+    def _read(self, ref: StateRef, part: int) -> bytearray:
+        return bytearray(self._file(ref, 0 if ref.part is not None else part).read_bytes())
 
-    def _file(self, stored: StoredState, part: int) -> Path:
-        return self.path / json.dumps([part, *attrs.astuple(stored)])
+    def _file(self, ref: StateRef, part: int) -> Path:
+        return self.path / f"{ref.place}.{ref.part}.{ref.parts}.{ref.tier}.{part}"
 
 
 class FailsToLoad:
@@ -125,7 +138,7 @@ def noisy_broadcast(tensor: torch.Tensor, source: int, **options: Any) -> Any:
 def describe_agreement(agreement: RestoreAgreement) -> dict[str, Any]:
     return {
         "step": agreement.step,
-        "kind": agreement.kind,
+        "kind": agreement.base.tier if agreement.base else "",
         "holder": agreement.holder,
         "skipped": list(agreement.skipped),
     }
@@ -137,16 +150,17 @@ def write_states(source: PackFiles, run: dict[str, Any], states: list[Any]) -> N
     for step, value, *more in states:
         options = dict(*more)
         damage = options.pop("damage", False)
-        stored = StoredState(step, options.pop("kind", "disk"), f"step-{step}", **options)
+        options = {"tier": DISK, "place": f"step-{step}", **options}
+        ref = StateRef(BRANCH, step, line=(Branch(BRANCH),), **options)
         state = {"w": torch.full((num_elements,), value), "n": step}
         if run.get("fails_to_load"):
             state["object"] = {"a": 2}
-        for part in stored.part_numbers:
-            if stored.num_parts:
-                image = plan_part(step, value, num_elements, part, stored.num_parts)
+        for part in part_numbers(ref):
+            if ref.parts:
+                image = plan_part(step, value, num_elements, part, ref.parts)
             else:
                 image = plan_layout(state)
-            source.write(stored, image, part if len(stored.part_numbers) > 1 else 0, damage=damage)
+            source.write(ref, image, part if ref.part is None else 0, damage=damage)
 
 
 def restore(rank: int, folder: Path, run: dict[str, Any]) -> dict[str, Any]:
@@ -230,7 +244,8 @@ def train_and_resume(rank: int, folder: Path, run: dict[str, Any]) -> dict[str, 
     job["n"] = 3
     image = plan_part_layout(LayoutCache(), 3, flatten(job), has_rest=True, has_copies=True)
     target = PackFiles(folder / str(run["at"][rank]))
-    target.write(StoredState(3, "memory", "a", rank, world_size), image)
+    ref = StateRef(BRANCH, 3, line=(Branch(BRANCH),), tier="memory", place="a")
+    target.write(attrs.evolve(ref, part=rank, parts=world_size), image)
     losses = train(job, 3)
     dist.barrier()
     resumed = sharded_job(world_size)

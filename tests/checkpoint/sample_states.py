@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict
 from typing import Any
 
 import numpy
@@ -78,13 +78,13 @@ def create_all_values() -> dict[str, Any]:
         "random": [random.Random(3).getstate(), numpy.random.RandomState(3).get_state()],
         "torch": [torch.Size([2, 3]), torch.bfloat16, torch.device("cuda", 1)],
         "containers": [
-            defaultdict(list, {(1, "x"): [torch.ones(1)], None: []}),
+            {1.5: [torch.ones(1)], None: []},
             OrderedDict(b=1, a=2),
             Counter("aab"),
             {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}, "": torch.ones(1), "\udc80": 1},
-            ({1, "a"}, frozenset({(1, 2), "b"})),
+            ({1, "a"}, frozenset({1.5, "b"})),
         ],
-        "plain": [None, True, 1 << 9000, -(2**100), -0.0, float("inf"), "\udc80 €", complex(0, -1)],
+        "plain": [None, True, 1 << 8191, -(2**100), -0.0, float("inf"), "\udc80 €", complex(0, -1)],
         "more": [b"", b"bytes", bytearray(b"ab"), (), [[]]],
     }
 

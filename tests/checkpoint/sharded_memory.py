@@ -56,6 +56,7 @@ def manager_on_node(folder: Path, node: int, attempt: int) -> CheckpointManager:
     memory = folder / f"node{node}" / str(attempt)
     memory.mkdir(parents=True)
     os.environ.update(ELASTICLIB_SNAPSHOTS=str(memory), ELASTICLIB_GENERATION=str(attempt))
+    os.environ["ELASTICLIB_INCARNATION"] = "launch"
     return CheckpointManager(folder / "empty")
 
 
@@ -77,7 +78,7 @@ def restore(folder: Path, sizes: MeshSizes, nodes: list[int]) -> dict[str, Any]:
         result = manager.restore(state)
         source = manager._snapshots
         assert source is not None
-        parts = sorted((s.step, s.part, s.num_parts) for s in source.list_states())
+        parts = sorted((s.step, s.part, s.parts) for s in source.list_states())
     now = all_bits(state)
     return {
         "step": result.step,

@@ -49,6 +49,7 @@ def make_snapshots(folder: Path, last: Sequence[int], copies: int = 1) -> dict[i
     rank, states = dist.get_rank(), {}
     memory = folder / f"memory{rank // 2}" / "1"
     memory.mkdir(parents=True, exist_ok=True)
+    os.environ["ELASTICLIB_INCARNATION"] = "launch"
     os.environ.update(ELASTICLIB_SNAPSHOTS=str(memory), LOCAL_RANK=str(rank % 2))
     state = create_state(copies)
     with CheckpointManager(folder / "checkpoints") as manager:

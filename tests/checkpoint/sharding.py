@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +116,24 @@ def load_shards_of_damaged_checkpoint(folder: Path) -> str | None:
                 manager.latest()
             return "damaged"
     return None
+
+
+def drop_sharded_state(folder: Path) -> bool:
+    """Save and restore a sharded state, drop it, and return whether its mesh is still alive."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    state = {"w": DTensor.from_local(torch.ones(4), mesh, [Shard(0)])}
+    with CheckpointManager(folder) as manager:
+        manager.save(1, state).wait()
+        manager.restore(state)
+    reference = weakref.ref(mesh)
+    dist.destroy_process_group()
+    del state, mesh
+    # torch has caches of its own. A regroup clears them in the same way.
+    dispatcher: Any = DTensor._op_dispatcher
+    dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()
+    gc.collect()
+    return reference() is not None
 
 
 def load_on_one_rank(folder: Path) -> None:

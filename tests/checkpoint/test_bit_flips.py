@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from managers import step_folder
 from sample_states import describe
 
 from elasticlib import CheckpointManager
@@ -22,7 +23,7 @@ def state(step: int) -> dict[str, Any]:
         "w": torch.arange(3000.0) + step,
         "gaps": (torch.arange(40.0) + step).view(5, 8).t()[::2],
         "text": f"step {step}",
-        "more": [step, {"loss": step / 7, ("a", 1): None}],
+        "more": [step, {"loss": step / 7, 1: None}],
     }
 
 
@@ -53,7 +54,7 @@ def test_a_flipped_bit_on_the_disk_is_detected_or_changes_nothing(
         for step in (1, 2):
             manager.save(step, state(step))
     num_detected = 0
-    (path,) = (tmp_path / "step-0000000002").glob(f"{kind}.*")
+    (path,) = step_folder(tmp_path, 2).glob(f"{kind}.*")
     for flipped in flip_bits(path, count):
         manager = CheckpointManager(tmp_path)
         loaded = manager.load()

@@ -34,6 +34,7 @@ def test_program_runs_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert trained == [*range(1, 231)]
     assert CheckpointManager("checkpoints").steps() == [150, 200, 230]
     with CheckpointManager("checkpoints") as manager:
+        manager.restore(names.get("state", {"model": model}))
         names |= {"manager": manager, "step": 1300, "best_step": 200}
         exec(HANDLE, names)
         assert manager.steps() == [200, 230, 1300]

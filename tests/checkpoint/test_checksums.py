@@ -15,14 +15,16 @@ import torch
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint.storage import (
     SEGMENT_BYTES,
+    FsspecStorage,
     LocalStorage,
     OnChunk,
     checksum,
+    encode_checksum,
     read_with_checksum,
 )
 from elasticlib.errors import CheckpointError
 
-SIZE = 3 * SEGMENT_BYTES + 12345
+SIZE = 3 * SEGMENT_BYTES + 12345  # of the data, which are followed by their checksum
 
 
 @pytest.mark.parametrize("at", [0, SEGMENT_BYTES - 1, SEGMENT_BYTES, SIZE - 1])
@@ -34,10 +36,17 @@ def test_checksum_changes_with_each_bit(at: int, bit: int) -> None:
     assert checksum(memoryview(data)) != before
 
 
-def test_write_returns_the_checksum_of_the_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "storage", [LocalStorage, lambda folder: FsspecStorage(f"file://{folder}")]
+)
+def test_a_file_ends_with_the_checksum_of_its_data(tmp_path: Path, storage: Any) -> None:
     data = memoryview(os.urandom(SIZE))
-    assert LocalStorage(tmp_path).write("folder/file", data) == checksum(data)
-    assert (tmp_path / "folder" / "file").read_bytes() == data
+    assert storage(tmp_path).write("folder/file", data) == checksum(data)
+    assert (tmp_path / "folder" / "file").read_bytes() == file_of(data)
+
+
+def file_of(data: bytes | memoryview) -> bytes:
+    return bytes(data) + encode_checksum(checksum(memoryview(data)))
 
 
 def reader_of(data: bytes, max_chunk: int) -> Callable[..., int]:
@@ -55,26 +64,26 @@ def reader_of(data: bytes, max_chunk: int) -> Callable[..., int]:
 
 @pytest.mark.parametrize("max_threads", [1, 4])
 @pytest.mark.parametrize("max_chunk", [SEGMENT_BYTES, SEGMENT_BYTES // 3 + 1])
+@pytest.mark.parametrize("size", [1, SEGMENT_BYTES - 4, SEGMENT_BYTES, SEGMENT_BYTES + 1, SIZE])
 def test_each_byte_is_read_once_and_the_checksum_does_not_depend_on_threads(
-    max_threads: int, max_chunk: int
+    max_threads: int, max_chunk: int, size: int
 ) -> None:
-    data = os.urandom(SIZE)
-    into, chunk_sizes = bytearray(SIZE), []
+    file = file_of(os.urandom(size))
+    into, chunk_sizes = bytearray(len(file)), []
     result = read_with_checksum(
-        reader_of(data, max_chunk),
-        SIZE,
+        reader_of(file, max_chunk),
+        len(file),
         memoryview(into),
         max_threads=max_threads,
         on_chunk=lambda chunk: chunk_sizes.append(len(chunk)),
     )
-    assert result == (SIZE, checksum(memoryview(data)))
-    assert (bytes(into), sum(chunk_sizes)) == (data, SIZE)
-    read = reader_of(data, max_chunk)
-    assert read_with_checksum(read, SIZE, max_threads=max_threads) == result
-    for size in (0, SEGMENT_BYTES, 2 * SEGMENT_BYTES - 7):
-        read = reader_of(data[:size], max_chunk)
-        truncated = read_with_checksum(read, SIZE, max_threads=max_threads)
-        assert truncated == (size, checksum(memoryview(data)[:size]))
+    assert result == (len(file), checksum(memoryview(file)[:-8]), file[-8:])
+    assert (bytes(into), sum(chunk_sizes)) == (file, len(file))
+    read = reader_of(file, max_chunk)
+    assert read_with_checksum(read, len(file), max_threads=max_threads) == result
+    for end in {0, size // 2, size, size + 7}:
+        read = reader_of(file[:end], max_chunk)
+        assert read_with_checksum(read, len(file), max_threads=max_threads)[0] == end
 
 
 def test_an_error_of_one_thread_is_raised_after_all_threads_have_finished() -> None:
@@ -108,7 +117,7 @@ def test_several_threads_read_a_checkpoint_and_detect_a_changed_byte(tmp_path: P
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, {"w": expected})
     assert torch.equal(CheckpointManager(TwoReaders(tmp_path)).load()["w"], expected)
-    (pack,) = tmp_path.glob("step-*/*.pack")
+    (pack,) = tmp_path.glob("step-*/*.safetensors")
     with pack.open("r+b") as file:
         (byte,) = os.pread(file.fileno(), 1, SEGMENT_BYTES + 4097)
         os.pwrite(file.fileno(), bytes([byte ^ 1]), SEGMENT_BYTES + 4097)

@@ -6,74 +6,91 @@ import attrs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticlib.checkpoint.restore import StoredState, choose_state, state_key
+from elasticlib.checkpoint.refs import DISK, MEMORY, REPLICA, Branch, StateRef
+from elasticlib.checkpoint.restore import choose_state, copy_key, part_numbers
 
-StatesByRank = list[list[StoredState]]
+RefsByRank = list[list[StateRef]]
+
+LINE = (Branch("a", 2), Branch("b"))
 
 
 @st.composite
-def stored_states(draw: st.DrawFn) -> StoredState:
-    step = draw(st.integers(0, 3))
-    kind = draw(st.sampled_from(["memory", "disk", "disk", "sharded disk"]))
-    num_parts = draw(st.integers(1 if kind == "sharded disk" else 0, 4))
-    part = draw(st.integers(0, max(0, num_parts - 1))) if kind != "sharded disk" else 0
-    generation = draw(st.integers(0, 1))
-    return StoredState(step, kind, f"{kind}-{step}-{part}", part, num_parts, "", generation)
+def state_refs(draw: st.DrawFn) -> StateRef:
+    tier = draw(st.sampled_from([MEMORY, REPLICA, DISK]))
+    parts = draw(st.integers(0, 4))
+    step, branch = draw(st.integers(0, 3)), draw(st.sampled_from("abc"))
+    part = draw(st.integers(0, parts - 1)) if parts and tier != DISK else None
+    place = f"{tier}-{branch}-{step}-{part}-{parts}"
+    return StateRef(branch, step, parts=parts, part=part, tier=tier, place=place)
 
 
-def jobs() -> st.SearchStrategy[StatesByRank]:
-    return st.lists(st.lists(stored_states(), max_size=6), min_size=1, max_size=6)
+def jobs() -> st.SearchStrategy[RefsByRank]:
+    return st.lists(st.lists(state_refs(), max_size=6), min_size=1, max_size=6)
+
+
+def order(ref: StateRef) -> tuple[int, int] | None:
+    """Return the order of a state by a list that a person can check."""
+    states = [("a", 0), ("a", 1), ("a", 2), ("b", 0), ("b", 1), ("b", 2), ("b", 3)]
+    return states.index((ref.branch, ref.step)) if (ref.branch, ref.step) in states else None
 
 
 @given(jobs())
-def test_plan_has_newest_step_and_all_of_its_holders(states_by_rank):
-    plan = choose_state(states_by_rank)
-    every = [(rank, stored) for rank, states in enumerate(states_by_rank) for stored in states]
+def test_plan_has_the_newest_state_of_the_line_and_all_of_its_holders(refs_by_rank):
+    plan = choose_state(refs_by_rank, LINE)
+    every = [(rank, ref) for rank, refs in enumerate(refs_by_rank) for ref in refs]
     if plan is None:
-        assert not every
+        assert all(order(ref) is None for _, ref in every)
         return
-    assert plan.key.step == max(stored.step for _, stored in every)
-    copies = [(rank, stored) for rank, stored in every if state_key(stored) == plan.key]
-    assert set(plan.holders) == {part for _, stored in copies for part in stored.part_numbers}
+    assert order(plan.ref) == max(at for _, ref in every if (at := order(ref)) is not None)
+    copies = [(rank, ref) for rank, ref in every if copy_key(ref) == copy_key(plan.ref)]
+    assert set(plan.holders) == {part for _, ref in copies for part in part_numbers(ref)}
     for part, by_rank in plan.holders.items():
-        assert set(by_rank) == {rank for rank, stored in copies if part in stored.part_numbers}
-        for rank, stored in by_rank.items():
-            assert (rank, stored) in copies
-            kinds = {h.kind for r, h in copies if r == rank and part in h.part_numbers}
-            assert stored.kind == "memory" or "memory" not in kinds
+        assert set(by_rank) == {rank for rank, ref in copies if part in part_numbers(ref)}
+        for rank, ref in by_rank.items():
+            assert (rank, ref) in copies
+            tiers = {r.tier for other, r in copies if other == rank and part in part_numbers(r)}
+            assert ref.tier != DISK or tiers == {DISK}
 
 
 @given(jobs(), st.randoms())
-def test_plan_does_not_depend_on_the_order_of_lists(states_by_rank, random):
-    shuffled = [random.sample(states, len(states)) for states in states_by_rank]
-    assert choose_state(shuffled) == choose_state(states_by_rank)
+def test_plan_does_not_depend_on_the_order_of_lists(refs_by_rank, random):
+    shuffled = [random.sample(refs, len(refs)) for refs in refs_by_rank]
+    assert choose_state(shuffled, LINE) == choose_state(refs_by_rank, LINE)
 
 
 @given(jobs(), st.data())
-def test_excluded_copies_are_not_chosen_and_the_search_ends(states_by_rank, data):
-    excluded: set[tuple[int, StoredState]] = set()
-    last_step = None
-    while plan := choose_state(states_by_rank, excluded):
-        chosen = {
-            (rank, stored) for ranks in plan.holders.values() for rank, stored in ranks.items()
-        }
+def test_excluded_copies_are_not_chosen_and_the_search_ends(refs_by_rank, data):
+    excluded: set[tuple[int, StateRef]] = set()
+    last = None
+    while plan := choose_state(refs_by_rank, LINE, excluded):
+        chosen = {(rank, ref) for ranks in plan.holders.values() for rank, ref in ranks.items()}
         assert not chosen & excluded
-        assert last_step is None or plan.key.step <= last_step
-        last_step = plan.key.step
+        assert last is None or order(plan.ref) <= last
+        last = order(plan.ref)
         excluded.add(data.draw(st.sampled_from(sorted(chosen, key=repr))))
-    assert {(rank, h) for rank, states in enumerate(states_by_rank) for h in states} <= excluded
+    every = {(rank, ref) for rank, refs in enumerate(refs_by_rank) for ref in refs}
+    assert {(rank, ref) for rank, ref in every if order(ref) is not None} <= excluded
 
 
-def test_of_equal_steps_memory_is_preferred_to_disk_and_then_the_later_generation():
-    disk = StoredState(4, "disk", "d", generation=2)
-    memory = StoredState(4, "memory", "m", generation=1)
-    assert choose_state([[disk], [memory]]).kind == "memory"
-    later = attrs.evolve(memory, generation=3)
-    assert choose_state([[memory], [memory], [later]]).key.generation == 3
+def test_memory_is_preferred_to_disk_and_the_later_of_two_saves_counts():
+    disk = StateRef("b", 4, place="d", number=1)
+    memory = attrs.evolve(disk, tier=MEMORY, place="m")
+    assert choose_state([[disk], [memory]], LINE).ref.tier == MEMORY
+    sharded = attrs.evolve(disk, parts=1)
+    later = attrs.evolve(sharded, place="e", number=2)
+    assert choose_state([[sharded, later]], LINE).ref == later
 
 
-def test_parts_of_two_generations_are_two_states():
+def test_parts_of_two_branches_are_two_states():
+    line = (Branch("a", 4), Branch("b"))
     parts = [
-        StoredState(4, "memory", "m", part, 2, "run", generation=part + 1) for part in range(2)
+        StateRef(branch, 4, parts=2, part=part, tier=MEMORY, place="m")
+        for part, branch in enumerate("ab")
     ]
-    assert set(choose_state([[parts[0]], [parts[1]]]).holders) == {1}
+    assert set(choose_state([[parts[0]], [parts[1]]], line).holders) == {1}
+
+
+def test_a_named_state_is_chosen_although_it_is_abandoned():
+    live, left = StateRef("b", 3, place="l"), StateRef("c", 9, place="x")
+    assert choose_state([[live, left]], LINE).ref == live
+    assert choose_state([[live, left]], LINE, named=left.state).ref == left

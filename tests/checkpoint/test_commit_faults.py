@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from managers import create_manager
+from managers import create_manager, step_folder
 
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint.storage import DiskCalls, LocalStorage
@@ -115,9 +115,9 @@ def later_save(folder: Path) -> tuple[int, set[int | None]]:
     """Prepare an old checkpoint to be deleted, and files that a crash has left."""
     first_save(folder)
     save(folder, 6, OLD)
-    left = folder / "step-0000000007"
+    left = folder / "step-0000000007.0123abcd.1"
     left.mkdir()
-    (left / "state.0123456789abcdef.1.pack").write_bytes(b"half")
+    (left / "state.safetensors").write_bytes(b"half")
     (left / ".manifest.json.01234567.partial").write_bytes(b"half")
     (folder / ".fence.json.01234567.partial").write_bytes(b"half")
     return 7, {OLD}
@@ -154,8 +154,9 @@ def assert_recoverable(folder: Path, step: int, allowed: set[int | None], what: 
     assert loaded in allowed | {NEW}, what
     save(folder, step + 1, 3)
     assert load_value(folder) == 3, what
-    assert sorted(os.listdir(folder)) == [".lock", "fence.json", f"step-{step + 1:010d}"], what
-    assert len(os.listdir(folder / f"step-{step + 1:010d}")) == 2, what
+    saved = step_folder(folder, step + 1)
+    assert sorted(os.listdir(folder)) == [".lock", "fence.json", saved.name], what
+    assert len(os.listdir(saved)) == 2, what
     return loaded
 
 
@@ -250,7 +251,7 @@ def test_a_full_disk_and_a_read_only_one_keep_the_last_checkpoint(small_disk: Pa
         with pytest.raises(CheckpointError, match="No space left on device"):
             manager.wait()
         assert load_value(small_disk) == OLD
-        assert os.listdir(small_disk / "step-0000000001")
+        assert os.listdir(step_folder(small_disk, 1))
         remount = ["mount", "-o", "remount,ro", str(small_disk)]
         subprocess.run(remount, check=True)
         manager.save(3, state(NEW))

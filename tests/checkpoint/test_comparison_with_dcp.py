@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from managers import GatedStorage
+from managers import GatedStorage, step_folder
 
 from elasticlib import CheckpointManager
 from elasticlib.errors import CheckpointError
@@ -55,12 +56,12 @@ def test_flipped_bit_is_loaded_by_dcp_and_detected_by_elasticlib(tmp_path: Path)
     with CheckpointManager(tmp_path / "ours") as manager:
         for step in (1, 2):
             manager.save(step, {"w": W}).wait()
-        (path,) = (tmp_path / "ours" / "step-0000000002").glob("state.*")
+        (path,) = step_folder(tmp_path / "ours", 2).glob("state.*")
         flip_bit(path, values)
         state = {"w": torch.zeros(4096)}
         result = manager.restore(state)
     assert (result.step, torch.equal(state["w"], W)) == (1, True)
-    assert "step-0000000002 is corrupt" in str(result)
+    assert re.search("step-0000000002.* is corrupt", str(result))
 
 
 def test_failed_save_destroys_the_older_checkpoint_of_dcp_only(tmp_path: Path) -> None:

@@ -6,44 +6,47 @@ from pathlib import Path
 
 import pytest
 import torch
+from managers import step_folder
 
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint.catalog import CheckpointCatalog
 from elasticlib.checkpoint.pack import unpack
+from elasticlib.checkpoint.refs import Integrity
 from elasticlib.checkpoint.restore import DiskSource
 from elasticlib.checkpoint.storage import LocalStorage
-from elasticlib.errors import (
-    CheckpointCorruptError,
-    CheckpointError,
-    CheckpointUnreadableError,
-)
+from elasticlib.errors import CheckpointCorruptError, CheckpointError
 
 
-def test_a_damaged_checkpoint_is_detected_and_not_listed_again(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_detected_and_a_deleted_one_is_named(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         for step in (1, 2):
             manager.save(step, {"w": torch.full((3,), step)})
     source = DiskSource(CheckpointCatalog(LocalStorage(tmp_path)))
-    newest, older = source.list_states()
-    assert (newest.step, newest.kind, older.step) == (2, "disk", 1)
+    older, newest = source.list_states()
+    assert (newest.step, newest.tier, older.step) == (2, "disk", 1)
     assert unpack(source.view(newest))["w"].tolist() == [2, 2, 2]
-    (path,) = (tmp_path / "step-0000000002").glob("state.*")
+    path = step_folder(tmp_path, 2) / "state.safetensors"
     source.release()
     data = path.read_bytes()
-    path.write_bytes(data[:-1] + b"\1")
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(CheckpointCorruptError, match="checksum"):
         source.view(newest)
-    assert [stored.step for stored in source.list_states()] == [1]
-    (tmp_path / "step-0000000001" / "manifest.json").unlink()
+    assert [ref.integrity for ref in source.list_states()] == [
+        Integrity.UNKNOWN,
+        Integrity.CORRUPT,
+    ]
+    (step_folder(tmp_path, 1) / "manifest.json").unlink()
+    source.list_states()
     with pytest.raises(CheckpointError, match="was deleted after"):
         source.view(older)
 
 
-def test_a_checkpoint_that_is_saved_again_while_it_is_read_is_not_skipped(tmp_path: Path) -> None:
+def test_a_step_that_is_saved_again_while_it_is_read_is_read_as_it_was(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, {"w": torch.zeros(3)}).wait()
         source = DiskSource(CheckpointCatalog(LocalStorage(tmp_path)))
-        [stored] = source.list_states()
+        [ref] = source.list_states()
+        view = source.view(ref)
         manager.save(1, {"w": torch.ones(3)}).wait()
-    with pytest.raises(CheckpointUnreadableError, match="was replaced after it was chosen"):
-        source.view(stored)
+        assert unpack(view)["w"].tolist() == [0, 0, 0]
+        assert manager.load(1)["w"].tolist() == [1, 1, 1]

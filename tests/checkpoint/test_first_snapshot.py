@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from managers import no_new_threads
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -49,8 +50,9 @@ def read_resident_bytes(era: Path) -> dict[str, int]:
 
 def find_newest(era: Path) -> tuple[str, int]:
     """Return the slot and the size of the newest snapshot."""
-    newest = max(snapshot_slots.list_snapshots(era.parent), key=lambda one: one.order)
-    return Path(newest.file).name, snapshot_slots.HEADER_BYTES + newest.header.size
+    found = snapshot_slots.list_snapshots(era.parent)
+    newest = max(found, key=lambda one: (one.writer.order, one.number))
+    return Path(newest.place).name, snapshot_slots.HEADER_BYTES + newest.size
 
 
 def list_threads() -> list[str]:
@@ -61,9 +63,7 @@ def has_memory_for_the_next_snapshot(
     manager: CheckpointManager, era: Path, step: int, state: dict[str, Any]
 ) -> bool:
     """Wait for the memory that was prepared. Return whether the next snapshot is written there."""
-    wait_until(
-        "the slot for the next snapshot", lambda: read_resident_bytes(era) and is_idle(manager)
-    )
+    wait_until("the slot for the next snapshot", lambda: read_resident_bytes(era) and is_idle())
     before = read_resident_bytes(era)
     train(state, step)
     assert manager.snapshot(step, state)
@@ -97,6 +97,7 @@ def test_restore_from_memory_prepares_the_next_snapshot(
         train(state, 1)
         assert manager.snapshot(1, state)
     (era := generation_memory.parent / "2").mkdir()
+    monkeypatch.setenv("ELASTICLIB_INCARNATION", "launch")
     monkeypatch.setenv("ELASTICLIB_SNAPSHOTS", str(era))
     monkeypatch.setenv("ELASTICLIB_GENERATION", "2")
     state = make()
@@ -105,9 +106,9 @@ def test_restore_from_memory_prepares_the_next_snapshot(
         assert has_memory_for_the_next_snapshot(manager, era, 2, state)
 
 
-def is_idle(manager: CheckpointManager) -> bool:
+def is_idle() -> bool:
     """Return whether no memory is being prepared."""
-    return manager._snapshots is None or not manager._snapshots._allocator._working.is_running
+    return "elasticlib-save" not in list_threads()
 
 
 def test_restore_from_a_disk_prepares_the_next_snapshot(
@@ -141,7 +142,7 @@ def test_a_save_after_a_restore_is_copied_to_the_memory_that_was_prepared(
         manager.restore(state)
         wait_until(
             "the slot for the next snapshot",
-            lambda: read_resident_bytes(generation_memory) and is_idle(manager),
+            lambda: read_resident_bytes(generation_memory) and is_idle(),
         )
         before = read_resident_bytes(generation_memory)
         for step in (2, 3):
@@ -150,7 +151,7 @@ def test_a_save_after_a_restore_is_copied_to_the_memory_that_was_prepared(
         assert not snapshot_slots.list_snapshots(generation_memory.parent)
         assert manager.snapshot(4, state)
         assert find_newest(generation_memory)[0] in before
-    assert len([*generation_memory.iterdir()]) == 1, "only the snapshot stays"
+    assert len([*generation_memory.glob("own.*")]) == 1, "only the snapshot stays"
 
 
 def test_a_manager_that_is_closed_or_dies_before_its_first_snapshot_leaves_no_memory(
@@ -159,18 +160,29 @@ def test_a_manager_that_is_closed_or_dies_before_its_first_snapshot_leaves_no_me
     state = save_trained_state(tmp_path / "disk")
     with CheckpointManager(tmp_path / "disk") as manager:
         manager.restore(state)
-    assert [*generation_memory.iterdir()] == []
+    assert [*generation_memory.glob("own.*")] == []
     # The next start of the workers removes the slot of a manager that was killed.
     left = CheckpointManager(tmp_path / "disk")
     left.restore(state)
-    wait_until("the slot for the next snapshot", lambda: [*generation_memory.iterdir()])
+    wait_until("the slot for the next snapshot", lambda: [*generation_memory.glob("own.*")])
     snapshot_slots.remove_incomplete(generation_memory.parent, 2)
-    assert [*generation_memory.iterdir()] == []
+    assert [*generation_memory.glob("own.*")] == []
     left.close()
+
+
+@pytest.mark.usefixtures("generation_memory")
+def test_snapshots_need_no_new_thread(tmp_path: Path) -> None:
+    state = create_state()
+    with CheckpointManager(tmp_path / "disk") as manager, no_new_threads():
+        for step in (1, 2, 3):
+            train(state, step)
+            assert manager.snapshot(step, state)
+    with CheckpointManager(tmp_path / "disk") as manager:
+        assert manager.restore(state).step == 3
 
 
 def test_no_memory_is_allocated_without_an_agent(tmp_path: Path) -> None:
     state = save_trained_state(tmp_path / "disk")
     with CheckpointManager(tmp_path / "disk") as manager:
         manager.restore(state)
-        assert "elasticlib-snapshot-memory" not in list_threads()
+        assert is_idle()

@@ -250,7 +250,8 @@ def test_an_unsupported_object_is_rejected_before_anything_is_written(
     with pytest.raises(CheckpointError) as error:
         save_checkpoint(tmp_path / "a.pt", {"a": torch.ones(2), "object": value})
     assert message in str(error.value)
-    assert not [one for one in tmp_path.rglob("*") if one.suffix in (".pack", ".pt", ".json")]
+    written = (".safetensors", ".pt", ".json")
+    assert not [one for one in tmp_path.rglob("*") if one.suffix in written]
 
 
 def create_optimizer_with_momentum() -> torch.optim.Optimizer:

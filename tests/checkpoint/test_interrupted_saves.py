@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 from interrupts import Interrupter, interrupt
-from managers import GatedStorage
+from managers import GatedStorage, no_new_threads
 
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint.storage import LocalStorage
@@ -129,6 +129,7 @@ def test_first_save_and_close_interrupted_at_any_line_leave_complete_checkpoints
         is_interrupted = interrupter.interrupt(partial(close_after_save, manager, 1))
         manager.close()
         with CheckpointManager(SlowDisk(folder)) as manager:
+            manager.restore(state_of(0))
             assert_next_save_works(manager, max(manager.steps(), default=2), 2)
     assert manager.steps() == [1, 2]
 
@@ -234,16 +235,6 @@ def test_save_keeps_no_reference_to_the_state(tmp_path: Path) -> None:
         finally:
             gc.enable()
         handle.wait()
-
-
-@contextmanager
-def no_new_threads() -> Iterator[None]:
-    """The kernel refuses each new thread, because it cannot give it a stack of this size."""
-    before = threading.stack_size(1 << 60)
-    try:
-        yield
-    finally:
-        threading.stack_size(before)
 
 
 def test_save_writes_in_the_calling_thread_if_no_thread_can_be_started(

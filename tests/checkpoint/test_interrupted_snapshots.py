@@ -7,7 +7,6 @@ works. A handler that itself calls the manager may get an error, but never deadl
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from itertools import count
@@ -38,13 +37,14 @@ def state_of(step: int, size: int = 100) -> dict[str, Any]:
 
 def newest_step(agent_memory: Path) -> int:
     """Return the step of the newest snapshot, or 0, and check that it is the state of one call."""
-    counting = snapshot_slots.valid_snapshots(snapshot_slots.list_snapshots(agent_memory))
+    found = snapshot_slots.list_snapshots(agent_memory)
+    counting = sorted(found, key=lambda ref: (ref.step, ref.number), reverse=True)
     if not counting:
         return 0
     with snapshot_slots.map_snapshot(agent_memory, counting[0]) as view:
         assert view is not None
         state = unpack(view)
-    step = counting[0].header.step
+    step = counting[0].step
     assert state["n"] == step
     assert [tensor.unique().tolist() for tensor in state["w"]] == [[step]] * 3
     return step
@@ -94,69 +94,6 @@ def test_interrupted_at_any_line_the_first_snapshot_is_complete_or_not_there(
             assert_next_snapshot_works(manager, agent_memory, 2)
         snapshot_slots.remove_snapshots(agent_memory, snapshot_slots.list_snapshots(agent_memory))
     assert len(interrupter.where) > 50
-
-
-class _InterruptedList(list[Any]):
-    """A list in which a signal arrives after an item is appended or removed."""
-
-    def append(self, item: Any) -> None:
-        super().append(item)
-        raise KeyboardInterrupt
-
-    def remove(self, item: Any) -> None:
-        super().remove(item)
-        raise KeyboardInterrupt
-
-
-def write_slot(slots: snapshot_slots.SnapshotSlots, step: int, size: int = 100) -> None:
-    header = snapshot_slots.SnapshotHeader("state", step, step, size, "run", 1)
-    with slots.open_for_writing(header) as view:
-        view[:] = bytes(size)
-
-
-def open_slots(folder: Path) -> list[str]:
-    """Return the slots of which this process has a descriptor."""
-    links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
-    targets = [os.readlink(link) for link in links if os.path.lexists(link)]
-    return sorted(target for target in targets if target.startswith(str(folder)))
-
-
-def test_slot_whose_creation_was_interrupted_at_its_end_is_not_used_again(
-    agent_memory: Path,
-) -> None:
-    slots = snapshot_slots.SnapshotSlots(agent_memory / "1")
-    slots._slots = _InterruptedList()
-    with pytest.raises(KeyboardInterrupt):
-        write_slot(slots, 1)
-    slots._slots = [*slots._slots]
-    write_slot(slots, 2)
-    assert [ref.header.step for ref in snapshot_slots.list_snapshots(agent_memory)] == [2]
-    slots.close()
-
-
-def test_slot_that_was_dropped_when_a_signal_arrived_keeps_no_memory(agent_memory: Path) -> None:
-    slots = snapshot_slots.SnapshotSlots(agent_memory / "1")
-    write_slot(slots, 1)
-    write_slot(slots, 2)
-    slots._slots = _InterruptedList(slots._slots)
-    with pytest.raises(KeyboardInterrupt):
-        write_slot(slots, 3, size=10_000)
-    assert not [name for name in open_slots(agent_memory) if name.endswith("(deleted)")]
-    slots._slots = [*slots._slots]
-    write_slot(slots, 4, size=10_000)
-    slots.close()
-    assert not open_slots(agent_memory)
-
-
-def test_close_of_slots_can_be_called_again_after_an_interruption(agent_memory: Path) -> None:
-    interrupter, is_interrupted = Interrupter("checkpoint/snapshot_slots.py"), True
-    while is_interrupted:
-        slots = snapshot_slots.SnapshotSlots(agent_memory / "1")
-        write_slot(slots, 1)
-        write_slot(slots, 2)
-        is_interrupted = interrupter.interrupt(slots.close)
-        slots.close()
-    assert len(interrupter.where) > 5
 
 
 def snapshot(manager: CheckpointManager) -> None:

@@ -12,9 +12,11 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from elasticlib.checkpoint.catalog import CheckpointCatalog, Retention
-from elasticlib.checkpoint.commit import Committer, RankWriters, WriterIdentity
-from elasticlib.checkpoint.storage import DiskCalls, LocalStorage
+from elasticlib.checkpoint.catalog import CheckpointCatalog
+from elasticlib.checkpoint.commit import Committer
+from elasticlib.checkpoint.refs import KeepLast, Writer, begin
+from elasticlib.checkpoint.storage import CHECKSUM_BYTES, DiskCalls, LocalStorage
+from elasticlib.checkpoint.writer import write_alone
 
 Image = dict[str, bytes]
 
@@ -114,11 +116,9 @@ class RecordingDisk(DiskCalls):
         self._record()
 
 
-def writers(folder: Path, disk: DiskCalls | None = None) -> RankWriters:
-    writer = WriterIdentity("r", "l", 1, os.urandom(8).hex())
-    return RankWriters(
-        Committer(CheckpointCatalog(LocalStorage(folder, disk)), writer, Retention(1))
-    )
+def committer(folder: Path, disk: DiskCalls | None = None) -> Committer:
+    writer, catalog = Writer("r", "l", 1), CheckpointCatalog(LocalStorage(folder, disk))
+    return Committer(catalog, writer, begin(None, writer), KeepLast(1))
 
 
 def restored(image: Image, folder: Path, place: Path) -> Iterator[tuple[int, bytes]]:
@@ -130,9 +130,9 @@ def restored(image: Image, folder: Path, place: Path) -> Iterator[tuple[int, byt
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(content)
     shelf = CheckpointCatalog(LocalStorage(place))
-    for entry in shelf.list_entries():
-        if entry.manifest and not shelf.find_corruption(entry.manifest):
-            yield entry.step, bytes(shelf.read(entry.manifest))
+    for ref in shelf.live_refs():
+        if ref.is_usable and not shelf.find_corruption(ref):
+            yield ref.step, bytes(shelf.read(ref))[:-CHECKSUM_BYTES]
 
 
 def test_a_kill_or_a_loss_of_power_at_any_write_leaves_the_old_or_the_new_state(
@@ -147,22 +147,19 @@ def test_a_kill_or_a_loss_of_power_at_any_write_leaves_the_old_or_the_new_state(
     )
     for step, data, older in commits:
         disk = RecordingDisk(folder)
-        writers(folder, disk).write(step, memoryview(data))
+        write_alone(committer(folder, disk), step, memoryview(data + bytes(CHECKSUM_BYTES)))
         assert len(disk.images) > 6
         seen = set()
         for image in disk.images:
             newest = next(restored(image, folder, place), None)
             assert newest in (older, (step, data)), (newest, list(image))
             seen.add(newest)
-            writers(place).write(3, memoryview(b"next"))
+            write_alone(committer(place), 3, memoryview(b"next of step"))
             assert list(restored_in(place)) == [3]
         assert seen == {older, (step, data)}
         assert next(restored(disk.images[-1], folder, place)) == (step, data)
 
 
 def restored_in(place: Path) -> Iterator[int]:
-    return (
-        entry.step
-        for entry in CheckpointCatalog(LocalStorage(place)).list_entries()
-        if entry.manifest
-    )
+    refs = CheckpointCatalog(LocalStorage(place)).live_refs()
+    return (ref.step for ref in refs if ref.is_usable)

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint.final_save import FinalSave
+from elasticlib.checkpoint.end_save import EndSave
 
 
 def net() -> torch.nn.Sequential:
@@ -224,10 +224,11 @@ def enter_node(folder: Path, node: int, attempt: int) -> None:
     memory.mkdir(parents=True, exist_ok=True)
     os.environ["LOCAL_RANK"] = "0"
     os.environ["ELASTICLIB_GENERATION"] = str(attempt)
+    os.environ["ELASTICLIB_INCARNATION"] = "one"  # The ranks are one launch.
     os.environ["ELASTICLIB_SNAPSHOTS"] = str(memory)
 
 
-def test_snapshots_whose_values_differ_are_noticed_by_a_restore_and_by_the_final_save(
+def test_snapshots_whose_values_differ_are_noticed_by_a_restore_and_by_the_end_save(
     ranks: Ranks, tmp_path: Path
 ) -> None:
     assert ranks.run(keep_snapshots, 2, False, tmp_path / "a") == [True, True]
@@ -244,7 +245,7 @@ def test_snapshots_whose_values_differ_are_noticed_by_a_restore_and_by_the_final
         slot.rename(tmp_path / "b" / "node0" / "1" / slot.name)
     [[error]] = ranks.run(restore_snapshots, 1, True, tmp_path / "b")
     assert "have other values at state['rng']" in error
-    problem = FinalSave(tmp_path / "b" / "node0", None).run()
+    problem = EndSave(tmp_path / "b" / "node0", None).run()
     assert "step 2 was written with the values of one rank only" in problem
     assert "per_rank=" in problem
     assert CheckpointManager(tmp_path / "b" / "checkpoints").steps() == [2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,11 +35,32 @@ def nested() -> torch.Tensor:
         (nested, "state['a'][1] is a nested tensor, which is not saved: save the list of its"),
         (
             lambda: {10**5000: torch.ones(1)},
-            "state['a'][1] has an integer of 16610 bits as a key, and keys have at most 8192 bits",
+            "state['a'][1].key(...) is an integer of 16610 bits, and a checkpoint has integers of",
         ),
         (
-            lambda: {("x", -(10**5000)): 1},
-            "state['a'][1] has an integer of 16610 bits as a key, and keys have at most 8192 bits",
+            lambda: [-(2**8192)],
+            "state['a'][1][0] is an integer of 8193 bits, and a checkpoint has integers of at most",
+        ),
+        (
+            lambda: {("x", 1): torch.ones(1)},
+            "state['a'][1].key(('x', 1)) has the tuple ('x', 1), and the keys of a dict and the",
+        ),
+        (
+            lambda: {("x", 1)},
+            "state['a'][1] has the tuple ('x', 1), and the keys of a dict and the items of a set",
+        ),
+        (
+            lambda: [float_of(0x7FF8_DEAD_0000_BEEF)],
+            "state['a'][1][0] is a NaN with the bits 7ff8dead0000beef, and a checkpoint has only",
+        ),
+        (
+            lambda: complex(0.0, float_of(0x7FF0_0000_0000_0001)),
+            "state['a'][1] is a NaN with the bits 7ff0000000000001, and a checkpoint has only",
+        ),
+        (
+            lambda: defaultdict(int, a=1),
+            "state['a'][1] is a collections.defaultdict, which a checkpoint does not hold: save a "
+            "dict of it",
         ),
     ],
 )
@@ -67,7 +89,7 @@ def test_the_remedy_for_a_dtype_that_torch_cannot_copy_works(
     assert loaded.view(torch.uint4).dtype == torch.uint4
 
 
-@pytest.mark.parametrize("key", [2**64 + 1, -(2**70), 2**8191, (2**65, "x")])
+@pytest.mark.parametrize("key", [2**64 + 1, -(2**70), 2**8191])
 def test_integer_key_of_more_than_64_bits_is_restored(tmp_path: Path, key: Any) -> None:
     state = {"a": {key: torch.zeros(1)}}
     with CheckpointManager(tmp_path) as manager:
@@ -89,9 +111,6 @@ def pattern_of(value: float) -> int:
     [
         0x7FF8_0000_0000_0000,  # math.nan
         0xFFF8_0000_0000_0000,  # the result of inf - inf on x86
-        0x7FF8_DEAD_0000_BEEF,
-        0xFFFF_FFFF_FFFF_FFFF,
-        0x7FF0_0000_0000_0001,  # signalling
         pattern_of(-0.0),
         pattern_of(-math.inf),
     ],
@@ -171,7 +190,7 @@ def compiled() -> Any:
         (
             lambda: [torch.ones(5), torch.zeros(5)],
             lambda: one_memory(overlap=2),
-            "state['it'][0][0] and state['it'][0][1] share memory, and tensors with other values",
+            "state['it'][0][0] and state['it'][0][1] overlap in memory, and a restore fills only",
         ),
         (
             lambda: Tied(tie=False),
@@ -216,7 +235,6 @@ def test_state_that_cannot_take_what_was_saved_is_rejected_with_its_path(
         (lambda: Tied(tie=True, value=3), lambda: Tied(tie=False)),
         # The saved tensors are separate but equal, so no value is lost.
         (lambda: [torch.ones(2), torch.ones(2)], lambda: [torch.zeros(2)] * 2),
-        (lambda: one_memory(overlap=2), lambda: one_memory(overlap=2)),
         (lambda: [torch.ones(5), torch.full((5,), 2.0)], lambda: one_memory(overlap=0)),
         (
             lambda: [torch.full((2,), math.nan), torch.full((2,), math.nan)],

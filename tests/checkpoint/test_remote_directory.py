@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, ClassVar
 
 import fsspec
@@ -117,8 +119,9 @@ def test_an_error_of_any_operation_leaves_the_old_or_the_new_state(url: str) -> 
 def test_a_damaged_byte_of_a_remote_checkpoint_is_detected(url: str) -> None:
     save(url, 6, 1)
     with CheckpointManager(url, keep_last=2) as manager:
+        manager.restore(state(0))
         manager.save(7, state(2))
-    (path,) = (name for name in UnreliableFileSystem.store if "0007/state" in name)
+    (path,) = (name for name in UnreliableFileSystem.store if "0007." in name and "/state" in name)
     data = UnreliableFileSystem.store[path].getvalue()
     UnreliableFileSystem().pipe_file(path, data[:-1] + b"\1")
     manager = CheckpointManager(url)
@@ -134,3 +137,84 @@ def test_an_unknown_url_and_a_missing_fsspec_are_errors(
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
     with pytest.raises(CheckpointError, match=r"pip install 'elasticlib\[fsspec\]'"):
         CheckpointManager("memory://a").steps()
+
+
+class HangingFileSystem(MemoryFileSystem):  # type: ignore[misc]
+    """A file system whose operation `hanging` does not return until `released` is set."""
+
+    protocol = "hanging"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+    hanging = ""
+    released = threading.Event()
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._hang("connect")
+
+    def _hang(self, operation: str, *_: Any) -> None:
+        if operation == HangingFileSystem.hanging:
+            HangingFileSystem.released.wait()
+
+    def ls(self, path: str, **options: Any) -> Any:
+        self._hang("ls")
+        return super().ls(path, **options)
+
+    def cat_file(self, path: str, **options: Any) -> Any:
+        self._hang("cat_file")
+        return super().cat_file(path, **options)
+
+    def pipe_file(self, path: str, value: bytes, **options: Any) -> None:
+        self._hang("pipe_file")
+        super().pipe_file(path, value, **options)
+
+    def open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        is_data = mode == "wb" and "/state." in path
+        if is_data:
+            self._hang("open")
+        file = super().open(path, mode, **options)
+        if is_data and self.hanging in ("write", "close"):
+            setattr(file, self.hanging, partial(self._hang, self.hanging))
+        return file
+
+
+@pytest.fixture
+def hanging_url() -> Iterator[str]:
+    fsspec.register_implementation("hanging", HangingFileSystem, clobber=True)
+    HangingFileSystem.hanging = ""
+    HangingFileSystem.released.clear()
+    yield "hanging://bucket/run"
+    HangingFileSystem.released.set()
+    HangingFileSystem.store.clear()
+
+
+def restore_with_limit(url: str) -> None:
+    CheckpointManager(FsspecStorage(url, timeout_s=0.5)).restore(state(0))
+
+
+def save_with_limit(url: str) -> None:
+    with CheckpointManager(FsspecStorage(url, timeout_s=0.5)) as manager:
+        manager.save(8, state(8))
+
+
+@pytest.mark.parametrize(
+    ("act", "operation"),
+    [
+        *((restore_with_limit, operation) for operation in ("connect", "ls", "cat_file")),
+        *((save_with_limit, operation) for operation in ("pipe_file", "open", "write", "close")),
+    ],
+)
+def test_an_object_store_that_does_not_answer_is_an_error(
+    hanging_url: str, act: Callable[[str], None], operation: str
+) -> None:
+    with CheckpointManager(hanging_url) as manager:
+        manager.save(7, state(7))
+    HangingFileSystem.clear_instance_cache()  # so that it connects again
+    HangingFileSystem.hanging = operation
+    # The test replaces methods of open files by functions without a name.
+    shown = {"connect": "url_to_fs", "write": "a call", "close": "a call"}.get(operation, operation)
+    message = rf"hanging://bucket/run/.*: {shown} was not answered \(it has not ended within 0\.5"
+    with pytest.raises(CheckpointError, match=message):
+        act(hanging_url)
+    HangingFileSystem.hanging = ""
+    assert CheckpointManager(hanging_url).load()["step"] == 7

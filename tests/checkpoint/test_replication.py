@@ -8,6 +8,8 @@ import os
 import secrets
 import shutil
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -17,9 +19,13 @@ import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jobs import owner_of
+from managers import no_new_threads, snapshot_header
 
 from elasticlib import CheckpointManager, MemoryStore, Node, Script, Store, WorkerSpec
-from elasticlib.checkpoint import snapshot_slots
+from elasticlib.checkpoint import refs, snapshot_slots
+from elasticlib.checkpoint.pack import pack_state
+from elasticlib.checkpoint.refs import StateRef, Writer
 from elasticlib.checkpoint.replication import (
     CHUNK_BYTES,
     HANDSHAKE_TIMEOUT_S,
@@ -37,9 +43,9 @@ from elasticlib.checkpoint.snapshot_service import NodeSnapshotService
 from elasticlib.checkpoint.snapshot_slots import (
     HEADER_BYTES,
     SnapshotHeader,
-    SnapshotRef,
     encode_header,
 )
+from elasticlib.checkpoint.storage import CHECKSUM_BYTES
 from elasticlib.clock import monotonic
 from elasticlib.errors import CheckpointError, ConfigError
 from elasticlib.rendezvous.interface import RendezvousInfo, RendezvousStoreInfo, assign_ranks
@@ -48,7 +54,8 @@ from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.spec import Worker, WorkerGroup
 
 SECRET = b"the secret of the job"
-OLD = SnapshotHeader("s", 1, 1, 3, "run", 1)
+CHECKSUM = bytes(CHECKSUM_BYTES)  # the end of a pack in the memory of the worker that wrote it
+OLD = snapshot_header("s", 1, 3 + CHECKSUM_BYTES)
 PROOF_BYTES = 32
 HELLO_BYTES = 8 + 4 + NONCE_BYTES
 
@@ -92,27 +99,29 @@ class Host:
     def snapshot(self, step: int, pack: bytes = b"x", **more: int) -> None:
         """Write a snapshot as a worker does."""
         self.sequence += 1
-        record = SnapshotHeader(
-            "s", step, self.sequence, len(pack), "run", self.info.generation, **more
-        )
+        writer = Writer("run", "launch", self.info.generation)
+        origin = {"writer": writer, "line": refs.begin(None, writer), "sequence": self.sequence}
+        more |= {"sharded": more.get("parts", 1) > 1}
+        record = snapshot_header("s", step, len(pack + CHECKSUM), **origin, **more)
         record = attrs.evolve(record, folder=str(self.folder / "disk"))
         attempt_dir = self.attempt_dir(self.attempt)
         slots = self.slots.setdefault(record.part, snapshot_slots.SnapshotSlots(attempt_dir))
         with slots.open_for_writing(record) as view:
-            view[:] = pack
+            view[:] = pack + CHECKSUM
         snapshot_slots.wake_agent(attempt_dir)
 
-    def found(self, owner: str = "") -> list[SnapshotRef]:
+    def found(self, owner: str = "") -> list[StateRef]:
         """Return the snapshots of this node, or its replicas of another node."""
-        return [one for one in snapshot_slots.list_snapshots(self.folder) if one.owner == owner]
+        found = snapshot_slots.list_snapshots(self.folder)
+        return [ref for ref in found if owner_of(ref) == owner]
 
     def steps(self, owner: str) -> list[int]:
-        return [one.header.step for one in self.found(owner)]
+        return [one.step for one in self.found(owner)]
 
-    def pack(self, one: SnapshotRef) -> bytes | None:
-        """Return the bytes of a snapshot, or None while its writer has it locked."""
+    def pack(self, one: StateRef) -> bytes | None:
+        """Return the pack of a snapshot without its checksum, or None while it is locked."""
         with snapshot_slots.map_snapshot(self.folder, one) as view:
-            return None if view is None else bytes(view)
+            return None if view is None else bytes(view[:-CHECKSUM_BYTES])
 
     def has(self, owner: str, step: int) -> Callable[[], bool]:
         return lambda: step in self.steps(owner)
@@ -168,7 +177,7 @@ def stream_to(
 def send(stream: socket.socket, folder: Path, record: SnapshotHeader, pack: bytes) -> str:
     """Send a snapshot with these bytes, and return why it is not stored."""
     path = folder / "sent"
-    path.write_bytes(bytes(HEADER_BYTES) + pack)
+    path.write_bytes(bytes(HEADER_BYTES) + pack + CHECKSUM)
     with path.open("rb") as file:
         return send_snapshot(stream, file.fileno(), record)
 
@@ -292,7 +301,8 @@ def test_each_snapshot_is_replicated_to_the_next_node_only(hosts: list[Host]) ->
         pack = wait_until("the bytes of the replica", lambda host=host, one=replica: host.pack(one))
         assert pack == large + bytes([int(previous)])
         assert not host.found(str((rank + 1) % 3))
-        assert replica.header == hosts[int(previous)].found()[0].header
+        own = hosts[int(previous)].found()[0]
+        assert attrs.evolve(replica, tier=own.tier, place=own.place, copy=own.copy) == own
     for step in (6, 7, 8):
         hosts[0].snapshot(step)
     wait_until("the newest replica", hosts[1].has("0", 8))
@@ -336,7 +346,8 @@ def test_a_snapshot_that_is_truncated_while_it_is_sent_is_not_stored(hosts: list
     store = MemoryStore()
     infos = generation(1, 2, store)
     hosts[1].begin(infos[1])
-    record, path = SnapshotHeader("s", 1, 1, 8 << 20, "run", 1), hosts[0].folder / "file"
+    record = snapshot_header("s", 1, (8 << 20) + CHECKSUM_BYTES)
+    path = hosts[0].folder / "file"
     path.write_bytes(bytes(HEADER_BYTES + (4 << 20)))
     cut = pytest.raises(CheckpointError, match=f"cut to {4 << 20} of {8 << 20} bytes")
     with stream_to(store, infos[0], 1) as stream, path.open("rb") as file, cut:
@@ -380,7 +391,7 @@ def test_a_sender_that_dies_while_it_sends_leaves_the_last_complete_replica(
     store = MemoryStore()
     sender, target = generation(1, 2, store)
     hosts[1].begin(target)
-    record = SnapshotHeader("s", 2, 2, 10, "run", 1)
+    record = snapshot_header("s", 2, 10 + CHECKSUM_BYTES)
     with stream_to(store, sender, 1) as stream:
         assert send(stream, hosts[0].folder, OLD, b"old") == ""
         send_header(stream, record)
@@ -398,6 +409,23 @@ def test_a_new_stream_of_a_node_works_while_its_earlier_one_is_still_open(
     sender, target = generation(1, 2, store)
     hosts[1].begin(target)
     with stream_to(store, sender, 1), stream_to(store, sender, 1) as stream:
+        assert send(stream, hosts[0].folder, OLD, b"old") == ""
+    assert hosts[1].steps("0") == [1]
+
+
+def test_a_stream_that_no_thread_can_serve_is_closed_and_the_next_one_works(
+    hosts: list[Host],
+) -> None:
+    store = MemoryStore()
+    sender, target = generation(1, 2, store)
+    hosts[1].begin(target)
+    endpoint = published_endpoint(store, sender.exchange_prefix, target.rank)
+    with (
+        no_new_threads(),
+        socket.create_connection((endpoint.address, endpoint.port), timeout=30) as refused,
+    ):
+        assert refused.recv(1) == b""
+    with stream_to(store, sender, 1) as stream:
         assert send(stream, hosts[0].folder, OLD, b"old") == ""
     assert hosts[1].steps("0") == [1]
 
@@ -585,7 +613,7 @@ def test_a_replica_without_free_memory_is_rejected_and_the_next_one_is_stored(
     sender, target = generation(1, 2, store)
     hosts[1].begin(target)
     with stream_to(store, sender, 1) as stream:
-        large = SnapshotHeader("s", 1, 1, 1 << 60, "run", 1)
+        large = snapshot_header("s", 1, 1 << 60)
         reason = send(stream, hosts[0].folder, large, b"")
         assert reason.startswith(f"no memory for a replica of {1 << 60} bytes: ")
         assert send(stream, hosts[0].folder, attrs.evolve(OLD, sequence=2), b"old") == ""
@@ -624,7 +652,7 @@ def test_a_node_that_cannot_find_its_own_address_continues_without_replicas(
     hosts[0].service = hosts[0].create_service("")
     unknown = RendezvousStoreInfo("node0.invalid", 1)
     hosts[0].begin(attrs.evolve(generation(1, 2, MemoryStore())[0], bootstrap_store_info=unknown))
-    assert "it cannot find its own address" in caplog.text
+    wait_until("the warning", lambda: "it cannot find its own address" in caplog.text)
     hosts[0].snapshot(1)
     infos = generation(2, 2, MemoryStore())
     hosts[1].begin(infos[1])
@@ -633,11 +661,66 @@ def test_a_node_that_cannot_find_its_own_address_continues_without_replicas(
     wait_until("the replica", hosts[1].has("0", 2))
 
 
+# A name server that takes each query and answers none, in place of the one of this machine. The
+# program is the agent's part of a generation whose first node is given by its name.
+WITHOUT_ANSWERS = """
+set -e
+ip link set lo up
+cp "$1" "$2/resolv.conf"
+mount --bind "$2/resolv.conf" /etc/resolv.conf
+shift 2
+exec "$@"
+"""
+BEGIN_WITH_A_NAME = """
+import socket, sys, threading
+sys.path[:0] = sys.argv[2:]
+from pathlib import Path
+import attrs
+from test_replication import Host, MemoryStore, RendezvousStoreInfo, generation
+names = socket.socket(type=socket.SOCK_DGRAM)
+names.bind(("127.0.0.1", 53))
+host = Host(Path(sys.argv[1]))
+host.service = host.create_service("")
+name = RendezvousStoreInfo("node0.example", 1)
+host.begin(attrs.evolve(generation(1, 2, MemoryStore())[0], bootstrap_store_info=name))
+print("begun", flush=True)
+names.settimeout(60)
+names.recv(512)
+host.service.close(flush=False)
+print("asked and closed", flush=True)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can change what is mounted")
+def test_the_loop_of_an_agent_does_not_wait_for_a_name_server_that_does_not_answer(
+    tmp_path: Path,
+) -> None:
+    config = tmp_path / "config"
+    # The C library waits 30 s for each of 5 attempts.
+    config.write_text("nameserver 127.0.0.1\noptions timeout:30 attempts:5\n")
+    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    python = [sys.executable, "-c", BEGIN_WITH_A_NAME, str(tmp_path / "host"), *folders]
+    shell = ["bash", "-c", WITHOUT_ANSWERS, "bash", str(config), str(tmp_path)]
+    command = ["unshare", "--mount", "--net", "--propagation", "private", *shell, *python]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.stdout.split("\n")[:2] == ["begun", "asked and closed"], done.stderr
+
+
 def test_snapshots_are_written_to_the_disk_if_the_run_ends_early_and_not_after_success(
     tmp_path: Path,
 ) -> None:
     for keep, steps in ((False, []), (True, [4])):
         host = Host(tmp_path / str(keep))
-        host.begin(generation(1, 1, None)[0]).snapshot(4)
+        host.begin(generation(1, 1, None)[0]).snapshot(
+            4, bytes(pack_state({"n": 4}))[:-CHECKSUM_BYTES]
+        )
         assert host.service.close(flush=keep) == ""
         assert CheckpointManager(host.folder / "disk").steps() == steps
+
+
+def test_a_snapshot_that_cannot_be_read_at_the_end_is_reported(tmp_path: Path) -> None:
+    host = Host(tmp_path / "host")
+    host.begin(generation(1, 1, None)[0]).snapshot(4, b"no pack")
+    problem = host.service.close(flush=True)
+    assert "the snapshot of step 4 was not written to" in problem
+    assert "it cannot be read" in problem

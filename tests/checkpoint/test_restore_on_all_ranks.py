@@ -91,10 +91,10 @@ def test_all_ranks_raise_if_all_checkpoints_are_corrupt_and_there_is_no_snapshot
     results = restored([[damaged], [damaged]], if_unusable="start_over")
     assert (common(results, "step"), common(results, "n")) == (0, 0)
     assert len(common(results, "skipped")) == 2
-    results = restored([[damaged], [[5, 0.5, {"kind": "memory"}]]])
+    results = restored([[damaged], [[5, 0.5, {"tier": "memory"}]]])
     assert common(results, "step") == 5
     # Snapshots are lost with their agents anyway, so a corrupt one does not prevent a new start.
-    results = restored([[[10, 1.0, {"damage": True, "kind": "memory"}]], []])
+    results = restored([[[10, 1.0, {"damage": True, "tier": "memory"}]], []])
     assert common(results, "step") == 0
 
 
@@ -171,7 +171,7 @@ def test_names_on_one_side_are_an_error_on_all_ranks_unless_allowed(restored: Pl
 
 
 def test_sharded_state_is_skipped_if_elements_are_missing(restored: Play) -> None:
-    two, three = {"num_parts": 2}, {"num_parts": 3}
+    two, three = {"parts": 2, "tier": "memory"}, {"parts": 3, "tier": "memory"}
     results = restored(
         [
             [[9, 1.0, {**three, "part": 0}], [8, 2.0, {**two, "part": 0}], [5, 4.0]],
@@ -181,14 +181,14 @@ def test_sharded_state_is_skipped_if_elements_are_missing(restored: Play) -> Non
     assert common(results, "step") == 5
     missing = "is incomplete: no rank has part"
     assert common(results, "skipped") == [
-        f"step 9 (disk) {missing} 2 of 3, so 332 of the 1000 elements of w are missing",
-        f"step 8 (disk) {missing} 1 of 2, so 500 of the 1000 elements of w are missing",
-        f"step 7 (disk) {missing} 0 of 2, so 500 of the 1000 elements of w are missing",
+        f"step 9 (memory) {missing} 2 of 3, so 332 of the 1000 elements of w are missing",
+        f"step 8 (memory) {missing} 1 of 2, so 500 of the 1000 elements of w are missing",
+        f"step 7 (memory) {missing} 0 of 2, so 500 of the 1000 elements of w are missing",
     ]
 
 
 def part(number: int, num_parts: int, **more: Any) -> list[Any]:
-    options = {"kind": "memory", "part": number, "num_parts": num_parts, **more}
+    options = {"tier": "memory", "part": number, "parts": num_parts, **more}
     return [8, float(number), options]
 
 
@@ -246,11 +246,11 @@ def test_sharded_checkpoint_is_read_by_each_rank_and_sent_to_ranks_that_cannot(
     restored: Play,
 ) -> None:
     def checkpoint(step: int, **more: Any) -> list[Any]:
-        return [step, float(step), {"kind": "sharded disk", "num_parts": 3, **more}]
+        return [step, float(step), {"parts": 3, **more}]
 
     both = [checkpoint(9), checkpoint(8)]
     results = restored([both, both], sharded=True)
-    assert (common(results, "step"), common(results, "kind")) == (9, "sharded disk")
+    assert (common(results, "step"), common(results, "kind")) == (9, "disk")
     assert common(results, "values") == [9.0]
     assert common(results, "received") == 0
     damaged = [checkpoint(9, damage=True), checkpoint(8)]

@@ -6,7 +6,6 @@ import json
 import struct
 import subprocess
 import sys
-import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,20 +19,19 @@ import safetensors.torch
 import sample_states
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
-from test_pack import as_saved, is_identical, packed, read_bits
+from ranks import Ranks
+from sharding import sharded_layers
+from test_pack import as_saved, is_identical, packed, read_bits, unpack
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from elasticlib import CheckpointManager
-from elasticlib.checkpoint.pack import plan_layout, unpack
-from elasticlib.checkpoint.safetensors_header import (
-    ITEM_BYTES,
-    PREFIX_BYTES,
-    read_header,
-    read_meta,
-    read_size,
-)
+from elasticlib import CheckpointManager, load_checkpoint
+from elasticlib.checkpoint.pack import plan_layout
 from elasticlib.checkpoint.state_tree import StatePath, path_name
+from elasticlib.checkpoint.storage import checksum, encode_checksum
 from elasticlib.errors import CheckpointCorruptError, CheckpointError
 
 KNOWN = [
@@ -121,7 +119,7 @@ def list_readable_tensors(state: Any) -> dict[str, Any]:
 @given(states)
 def test_any_tool_finds_each_plain_tensor_under_its_path(state: Any) -> None:
     pack = packed(state)
-    loaded = safetensors.torch.load(bytes(pack))
+    loaded = safetensors.torch.load(pack)
     for path, one in list_readable_tensors(state).items():
         expected = torch.from_numpy(one) if isinstance(one, numpy.ndarray) else one
         assert (loaded[path].dtype, loaded[path].shape) == (expected.dtype, expected.shape), path
@@ -136,14 +134,23 @@ def test_any_tool_finds_each_plain_tensor_under_its_path(state: Any) -> None:
 @given(states)
 def test_each_entry_is_aligned_to_the_size_of_its_elements(state: Any) -> None:
     pack = packed(state)
-    head = read_header(pack)
-    assert head.start % 4096 == 0
-    for entry in head.entries:
-        assert entry.begin % min(64, entry.end - entry.begin & entry.begin - entry.end or 64) == 0
-        assert entry.begin % ITEM_BYTES[entry.dtype] == 0
-    for _, one in list_tensors(unpack(pack, copy=False)):
+    start = 8 + int.from_bytes(pack[:8], "little")
+    assert start % 4096 == 0
+    entries = json.loads(pack[8:start])
+    entries.pop("__metadata__")
+    for name, entry in entries.items():
+        begin, end = entry["data_offsets"]
+        if name != "~crc":
+            assert begin % min(64, (end - begin) & (begin - end) or 64) == 0
+    names = list(entries)
+    assert (names[0], names[-1]) == ("~state", "~crc")
+    for _, one in list_tensors(unpack(pack)):
         if torch.is_tensor(one) and one.numel():
             assert one.data_ptr() % one.dtype.itemsize == 0
+
+
+def data_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("step-*/*.safetensors"))
 
 
 def test_a_checkpoint_is_opened_by_the_readers_of_safetensors(tmp_path: Path) -> None:
@@ -152,7 +159,7 @@ def test_a_checkpoint_is_opened_by_the_readers_of_safetensors(tmp_path: Path) ->
     state = {"model": model, "optimizer": optimizer, "tied": [tied, tied.detach()], "step": 7}
     with CheckpointManager(tmp_path) as manager:
         manager.save(7, state)
-    (path,) = tmp_path.glob("step-*/state.*.pack")
+    (path,) = data_files(tmp_path)
     loaded = safetensors.torch.load_file(path)
     for name, one in model.state_dict().items():
         assert torch.equal(loaded[f"model/{name}"], one)
@@ -164,38 +171,97 @@ def test_a_checkpoint_is_opened_by_the_readers_of_safetensors(tmp_path: Path) ->
     with safetensors.safe_open(path, "np") as file:
         assert set(file.keys()) == set(loaded)
         assert file.get_slice("model/0.weight")[1:, :2].tolist() == model[0].weight[1:, :2].tolist()
-        values = json.loads(file.metadata()["elasticlib.values"])
-    assert values["meta"] == {"step": 7}
-    assert read_meta(path.read_bytes()) == {"step": 7}
+        assert json.loads(file.get_tensor("~state").tobytes())["meta"] == {"step": 7}
+        crc = file.get_tensor("~crc").tobytes()
+    assert crc == encode_checksum(checksum(memoryview(path.read_bytes()[:-8])))
+    assert load_checkpoint(path)["step"] == 7, "a file of a checkpoint is a single file, too"
 
 
-def test_a_part_of_a_sharded_state_has_its_shards_under_their_paths(tmp_path: Path) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        state = sample_states.create_sharded(1)
-        with CheckpointManager(tmp_path) as manager:
-            manager.save(7, state)
-    finally:
-        dist.destroy_process_group()
-    (path,) = tmp_path.glob("step-*/part-00000.*.pack")
-    loaded = safetensors.torch.load_file(path)
-    assert set(loaded) == {"rows", "more/0", "turned", "same", "plain~storage"}
-    assert torch.equal(loaded["rows"], state["rows"].to_local())
-    assert torch.equal(loaded["more/0"], state["more"][0].to_local())
+def load_by_torch(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Load tensors from the only checkpoint in a directory by DCP's reader of safetensors."""
+    (path,) = {path.parent for path in data_files(folder)}
+    dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_torch_loads_a_committed_checkpoint(tmp_path: Path) -> None:
+    model, optimizer = sample_states.create_trained()
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(7, {"model": model, "optimizer": optimizer, "text": "a"})
+    wanted = {f"model/{name}": one for name, one in model.state_dict().items()}
+    loaded = {name: torch.zeros_like(one) for name, one in wanted.items()}
+    load_by_torch(tmp_path, loaded)
+    for name, one in wanted.items():
+        assert torch.equal(loaded[name], one), name
+
+
+def save_layers(folder: Path, wanted: Path) -> None:
+    torch.manual_seed(0)
+    model = sharded_layers(init_device_mesh("cpu", (dist.get_world_size(),)))
+    with CheckpointManager(folder) as manager:
+        manager.save(7, {"model": model, "rest": torch.arange(3)})
+    full = {name: one.full_tensor() for name, one in model.state_dict().items()}
+    if dist.get_rank() == 0:
+        torch.save(full, wanted)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_torch_loads_a_committed_checkpoint_of_sharded_tensors(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    ranks.run(save_layers, 2, tmp_path / "folder", tmp_path / "wanted")
+    wanted = torch.load(tmp_path / "wanted")
+    loaded = {f"model/{name}": torch.zeros_like(one) for name, one in wanted.items()}
+    loaded["rest"] = torch.zeros(3, dtype=torch.int64)
+    load_by_torch(tmp_path / "folder", loaded)
+    assert loaded.pop("rest").tolist() == [0, 1, 2]
+    for name, one in wanted.items():
+        assert torch.equal(loaded[f"model/{name}"], one), name
+    for path in data_files(tmp_path / "folder"):
+        rank, entries = int(path.name[5:10]), safetensors.torch.load_file(path)
+        with pytest.raises(CheckpointError, match="is a part of a sharded checkpoint"):
+            load_checkpoint(path)
+        shard = entries["model/0.weight"]
+        assert torch.equal(shard, wanted["0.weight"][rank * 4 : rank * 4 + 4])
+
+
+def save_stages(folder: Path) -> None:
+    """Save two stages of a pipeline, whose tensors have equal names."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("stage", "data"))["data"]
+    value = torch.full((2,), float(dist.get_rank()))
+    with CheckpointManager(folder) as manager:
+        manager.save(1, {"w": distribute_tensor(value, mesh, [Shard(0)]), "n": torch.ones(1)})
+        state = {"w": distribute_tensor(torch.zeros(2), mesh, [Shard(0)]), "n": torch.zeros(1)}
+        manager.restore(state)
+        assert torch.equal(state["w"].to_local(), value)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_no_tool_takes_a_tensor_of_one_pipeline_stage_for_that_of_another(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    ranks.run(save_stages, 2, tmp_path)
+    names = [set(safetensors.torch.load_file(path)) for path in data_files(tmp_path)]
+    own = {"~state", "~crc"}
+    assert names == [{"w~mesh 0", "n~mesh 0", *own}, {"w~mesh 1", "n~mesh 1", *own}]
+    with pytest.raises(dcp.CheckpointException, match="Missing key in checkpoint state_dict: w"):
+        load_by_torch(tmp_path, {"w": torch.zeros(2)})
 
 
 def test_keys_are_escaped_in_names() -> None:
     state = {
         **{"a/b": torch.tensor(1), "a": {"b": torch.tensor(2)}, "a~b": torch.tensor(3)},
-        **{"__metadata__": torch.tensor(4), "~storage": torch.tensor(5), 7: torch.tensor(6)},
+        **{"__metadata__": torch.tensor(4), "~state": torch.tensor(5), 7: torch.tensor(6)},
         **{None: torch.tensor(7), "None": torch.tensor(8), "\udc80": torch.tensor(9)},
         "turned": torch.arange(6).view(2, 3).t(),
     }
-    loaded = safetensors.torch.load(bytes(packed(state)))
+    loaded = safetensors.torch.load(packed(state))
+    assert bytes(loaded.pop("~crc")) != bytes(8)
+    del loaded["~state"]
     memory = loaded.pop("turned~storage")
     assert memory.view(torch.int64).tolist() == [0, 1, 2, 3, 4, 5]
     assert {name: int(one) for name, one in loaded.items()} == {
-        **{"a~1b": 1, "a/b": 2, "a~0b": 3, "~__metadata__": 4, "~0storage": 5, "7": 6},
+        **{"a~1b": 1, "a/b": 2, "a~0b": 3, "~__metadata__": 4, "~0state": 5, "7": 6},
         **{"~None": 7, "None": 8, "\\udc80": 9},
     }
 
@@ -203,7 +269,7 @@ def test_keys_are_escaped_in_names() -> None:
 def test_two_tensors_with_one_name_are_rejected_with_their_paths() -> None:
     with pytest.raises(CheckpointError) as rejected:
         packed({"a": {1: torch.ones(1), "1": torch.zeros(1)}})
-    assert str(rejected.value).startswith("state['a'][1] and state['a']['1'] have the same name")
+    assert "state['a'][1] and state['a']['1'] have the same name" in str(rejected.value)
     assert unpack(packed({1: 1, "1": 2})) == {1: 1, "1": 2}, "plain values have no names"
 
 
@@ -217,79 +283,121 @@ def test_earlier_contents_of_a_buffer_are_not_written() -> None:
     assert packs[0] == packs[1]
 
 
-def create_pack(header: str, data: bytes = b"", *, size: int | None = None) -> bytes:
-    """Return a pack with this header after the record of elasticlib, and a correct checksum."""
-    start = -(-(8 + 500 + len(header)) // 4096) * 4096
-    size = start + len(data) if size is None else size
-    before = f'{{"__metadata__":{{"elasticlib":"pack 4 size={size:016x} head='
-    text = f'{before}00000000 data=--------",{header}'.ljust(start - 8).encode()
-    header_bytes = struct.pack("<Q", len(text)) + text
-    at = 8 + len(before)
-    checksum = zlib.crc32(header_bytes[:at] + header_bytes[at + 8 :])
-    return header_bytes[:at] + b"%08x" % checksum + header_bytes[at + 8 :] + data
+STATE = '{"meta":{},"values":[],"tree":{"tree":{"tensor":0},"tensors":[0]}}'
+METADATA = '"__metadata__":{"elasticlib":"5"}'
+ENTRIES = (
+    '"~state":{"dtype":"U8","shape":[128],"data_offsets":[0,128]},'
+    '"a":{"dtype":"U8","shape":[4],"data_offsets":[128,132]},'
+    '"~crc":{"dtype":"U8","shape":[8],"data_offsets":[132,140]}'
+)
+HEADER = f"{{{METADATA},{ENTRIES}}}"
 
 
-VALUES = json.dumps(json.dumps({"meta": {}, "values": []}))
-TREE = json.dumps(json.dumps({"tree": {"tensor": 0}, "tensors": [0]}))
-ENTRY = '{"dtype":"U8","shape":[4],"data_offsets":[0,4]}'
-VALUED = f'"elasticlib.values":{VALUES},"elasticlib.tree":'
-NOTES = f"{VALUED}{TREE}}}"
+def create_pack(header: str = HEADER, state: str = STATE, *, length: int | None = None) -> bytes:
+    """Return the bytes of a file with this header, this `~state` and a correct checksum."""
+    text = header.encode()
+    text = text.ljust(-(-(8 + len(text)) // 64) * 64 - 8)
+    size = struct.pack("<Q", len(text) if length is None else length)
+    data = b"".join((size, text, state.encode().ljust(128), b"abcd"))
+    return data + encode_checksum(checksum(memoryview(data)))
 
 
 def test_a_valid_header_is_read() -> None:
-    pack = create_pack(f'{NOTES},"a":{ENTRY}}}', b"abcd")
-    assert bytes(unpack(memoryview(bytearray(pack)))) == b"abcd"
-    assert list(safetensors.torch.load(pack)) == ["a"]
+    assert bytes(unpack(create_pack())) == b"abcd"
+    assert set(safetensors.torch.load(create_pack())) == {"~state", "a", "~crc"}
 
 
 @pytest.mark.parametrize(
-    ("header", "message"),
+    ("old", "new", "message"),
     [
-        (f'{NOTES},"a":{ENTRY},"a":{ENTRY}}}', "the entry 'a' occurs twice"),
-        (f'{NOTES},"__metadata__":{{}}}}', "expected an entry or the end"),
-        (f'{VALUED}"no JSON"}},"a":{ENTRY}}}', "are not JSON"),
-        (f'{VALUED}"{"[" * 100_000}"}},"a":{ENTRY}}}', "are not JSON"),
-        (f'{VALUED}"[]"}},"a":{ENTRY}}}', "are not a JSON object"),
-        (f'{NOTES.replace(VALUES, chr(34) * 2)},"a":{ENTRY}}}', "are not JSON"),
-        (f'{NOTES.replace("meta", "mate")},"a":{ENTRY}}}', "lack the list of values or the meta"),
-        (f'"other":"1"}},"a":{ENTRY}}}', "the values are missing"),
-        (f'"elasticlib.values":{VALUES}}},"a":{ENTRY}}}', "the tree are missing"),
-        (f'{VALUED}7}},"a":{ENTRY}}}', "are not a string"),
-        (f'{VALUED}"', "Unterminated string"),
-        (f'{NOTES},"a":{ENTRY}', "expected an entry or the end"),
-        (f'{NOTES},"a":' + "[" * 100_000, "expected an entry or the end"),
-        (f'{NOTES},"a": {ENTRY}}}', "expected an entry or the end"),
-        (f'{NOTES},"\\ud":{ENTRY}}}', "Invalid"),
-        (f'{NOTES},"a":{ENTRY.replace("[0,4]", "[0,5]")}}}', "has 5 bytes"),
-        (f'{NOTES},"a":{ENTRY.replace("[0,4]", "[-4,0]")}}}', "expected an entry or the end"),
+        ('"a"', '"~state"', "the key '~state' occurs twice"),
+        ('"a"', '"__metadata__"', "the key '__metadata__' occurs twice"),
+        ('"a":', '"a":{},"a":', "the key 'a' occurs twice"),
+        ('{"dtype":"U8","shape":[4]', '{"dtype":"U8","dtype":"U8"', "the key 'dtype' occurs twice"),
+        (HEADER, "[]", "is not a JSON object"),
+        (HEADER, HEADER[:-1], "cannot be decoded"),
+        (HEADER, HEADER + "x", "cannot be decoded"),
+        (HEADER, "[" * 100_000, "cannot be decoded"),
+        ('"a"', '"\\ud"', "cannot be decoded"),
+        ("4]", "1" * 5000 + "]", "cannot be decoded"),
+        (METADATA + ",", "", "does not say that elasticlib wrote it"),
+        ('"elasticlib":"5"', '"elasticlib":5', "does not say that elasticlib wrote it"),
+        (METADATA, '"__metadata__":7', "does not say that elasticlib wrote it"),
+        ("[128,132]", "[128,133]", "has 5 bytes"),
+        ("[128,132]", "[132,128]", "has -4 bytes"),
+        ("[128,132]", "[-4,0]", "has the shape [4] at [-4, 0]"),
+        ("[128,132]", "[128,132,140]", "has the shape [4] at [128, 132, 140]"),
+        ("[128,132]", '"128"', "has the shape [4] at '128'"),
+        ("[128,132]", "[128.0,132]", "has the shape [4] at [128.0, 132]"),
+        ("[128,132]", "[129,133]", "'a' begins at 129, and the entry before it ends at 128"),
+        ("[4]", "[true,4]", "has the shape [True, 4]"),
+        ("[4]", "[1e9]", "has the shape [1000000000.0]"),
+        ("[4]", f"[{2**62},{2**62}]", "has 4 bytes"),
+        ("[4]", f"[{'1,' * 64}4]", "has the shape [1, 1, 1"),
+        ('{"dtype":"U8","shape":[4]', '{"dtype":"U9","shape":[4]', "has the unknown dtype 'U9'"),
+        ('{"dtype":"U8","shape":[4]', '{"dtype":[],"shape":[4]', "has the unknown dtype []"),
+        ('"data_offsets":[128,132]', '"data_offsets":[128,132],"x":1', "the entry 'a' is {"),
+        ('{"dtype":"U8","shape":[4],"data_offsets":[128,132]}', "7", "the entry 'a' is 7"),
+        ('"~state"', '"b"', "a pack's first entry is ~state and its last one ~crc"),
+        ('"~crc"', '"b"', "a pack's first entry is ~state and its last one ~crc"),
+        (f",{ENTRIES}", "", "a pack's first entry is ~state and its last one ~crc"),
         (
-            f'{NOTES},"a":{ENTRY.replace("[0,4]", "[4,8]")}}}',
-            "'a' begins at 4, and the entry before it",
+            "[128],",
+            f"[{2**40}],",
+            f"the entry '~state' of [{2**40}] U8 has 128 bytes",
         ),
-        (f'{NOTES},"a":{ENTRY.replace("[0,4]", "[0,4,8]")}}}', "expected an entry or the end"),
-        (f'{NOTES},"a":{ENTRY.replace("[4]", "[1e9]")}}}', "expected an entry or the end"),
-        (f'{NOTES},"a":{ENTRY.replace("[4]", f"[{2**62},{2**62}]")}}}', "has 4 bytes"),
-        (f'{NOTES},"a":{ENTRY.replace("[4]", "[4,]")}}}', "invalid literal"),
-        (f'{NOTES},"a":{ENTRY.replace("U8", "U9")}}}', "has the unknown dtype U9"),
+        ("[132,140]", f"[132,{2**62}]", f"has {2**62 - 132} bytes"),
         (
-            f'{NOTES},"a":{ENTRY},"b":{ENTRY}}}',
-            "'b' begins at 0, and the entry before it ends at 4",
+            '"a":{"dtype":"U8","shape":[4],"data_offsets":[128,132]}',
+            '"a":{"dtype":"U8","shape":[4],"data_offsets":[128,132]},'
+            '"b":{"dtype":"U8","shape":[0],"data_offsets":[128,128]}',
+            "'b' begins at 128, and the entry before it ends at 132",
         ),
-        (f'{NOTES},"a":7}}', "expected an entry or the end"),
-        (f"{NOTES}}}", "have 0 bytes, and its data 4"),
         (
-            f'{NOTES},"a":{ENTRY},"b":{ENTRY.replace("[0,4]", "[4,8]")}}}',
-            "have 8 bytes, and its data 4",
+            ENTRIES,
+            ENTRIES.replace("132", "136").replace("140", "144").replace("[4]", "[8]"),
+            "400 b",
         ),
     ],
 )
 def test_an_invalid_header_with_a_correct_checksum_is_rejected_with_the_reason(
-    header: str, message: str
+    old: str, new: str, message: str
 ) -> None:
-    for read in (lambda pack: unpack(memoryview(bytearray(pack))), read_meta):
-        with pytest.raises(CheckpointCorruptError) as error:
-            read(create_pack(header, b"abcd"))
-        assert message in str(error.value)
+    header = HEADER.replace(old, new)
+    assert header != HEADER
+    with pytest.raises(CheckpointCorruptError) as error:
+        unpack(create_pack(header))
+    assert message in str(error.value)
+
+
+def test_a_file_whose_values_have_an_impossible_size_is_rejected_without_memory_for_it() -> None:
+    sizes = ENTRIES.replace("[128]", f"[{2**40}]").replace("[0,128]", f"[0,{2**40}]")
+    sizes = sizes.replace("[128,132]", f"[{2**40},{2**40 + 4}]")
+    sizes = sizes.replace("[132,140]", f"[{2**40 + 4},{2**40 + 12}]")
+    with pytest.raises(CheckpointCorruptError, match=f"~state has {2**40} bytes, at most"):
+        unpack(create_pack(f"{{{METADATA},{sizes}}}"))
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ("no JSON", "~state cannot be decoded"),
+        ("[" * 128, "~state cannot be decoded"),
+        ("[]", "~state is not a JSON object"),
+        ("", "~state cannot be decoded"),
+        (STATE.replace("meta", "mate"), "~state lacks meta, values or tree"),
+        (STATE.replace('"values":[]', '"values":7'), "~state lacks meta, values or tree"),
+        (STATE.replace('"meta":{}', '"meta":{},"meta":{}'), "the key 'meta' occurs twice"),
+        (STATE + "\0", "~state cannot be decoded"),
+        (STATE.replace('"values":[]', '"values":[1]'), "there are more values than the tree"),
+    ],
+)
+def test_invalid_values_with_a_correct_checksum_are_rejected_with_the_reason(
+    state: str, message: str
+) -> None:
+    with pytest.raises(CheckpointCorruptError) as error:
+        unpack(create_pack(state=state))
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -307,35 +415,39 @@ def test_an_invalid_header_with_a_correct_checksum_is_rejected_with_the_reason(
         {"tensors": [["uint8", [2**62], [1], 0, "cpu"]]},
         {"tensors": [["uint8", [4], [1], 1, "cpu"]]},
         {"tensors": [["untyped", [4], [1], 0, "cpu"]]},
-        {"shards": [1]},
-        {"shard_paths": [7]},
         {"tree": {"tensor": 9}},
         {"tree": {"tensor": -1}},
         {"tree": {"none": 9}},
+        {"tree": {"dict": 9}},
+        {"tree": {}},
         {"tree": [{"tensor": 0}, None]},
     ],
 )
-def test_a_header_with_indices_outside_the_data_is_rejected(tree: dict[str, Any]) -> None:
+def test_a_tree_with_indices_outside_the_data_is_rejected(tree: dict[str, Any]) -> None:
     right = {"tree": {"tensor": 0}, "tensors": [0]}
-    notes = f"{VALUED}{json.dumps(json.dumps({**right, **tree}))}}}"
+    state = json.dumps({"meta": {}, "values": [], "tree": {**right, **tree}}, separators=(",", ":"))
     with pytest.raises(CheckpointCorruptError):
-        unpack(memoryview(bytearray(create_pack(f'{notes},"a":{ENTRY}}}', b"abcd"))))
+        unpack(create_pack(state=state))
 
 
 @pytest.mark.parametrize(
-    ("prefix", "message"),
+    ("data", "message"),
     [
-        (struct.pack("<Q", 2**63) + create_pack(NOTES)[8:], "were changed: a header of"),
-        (struct.pack("<Q", 4095) + create_pack(NOTES)[8:], "a header of 4103 bytes"),
-        (create_pack(NOTES, size=2**63), f"{2**63} in all"),
-        (create_pack(NOTES, size=4), "4 in all"),
-        (struct.pack("<Q", 200) + b'{"a":{}}' + b" " * 200, "begins with a record"),
-        (b"PK\3\4" * 100, "begins with a record"),
+        (create_pack(length=2**63), "at most 100000000"),
+        (create_pack(length=100_000_056), "and this one has 100000064"),
+        (create_pack(length=63), "and this one has 71"),
+        (create_pack() + b"x", "it must have 396 bytes, but has 397"),
+        (b"1234567", "a pack has at least 8 bytes, got 7"),
+        (struct.pack("<Q", 56) + b'{"a":{}}'.ljust(56), "does not say that elasticlib wrote it"),
+        (create_pack()[:-1] + b"x", "is not the checksum"),
+        (create_pack()[:-8] + bytes(8), "is not the checksum"),
     ],
 )
-def test_a_prefix_with_an_impossible_size_is_rejected(prefix: bytes, message: str) -> None:
+def test_a_file_of_an_impossible_size_or_without_its_checksum_is_rejected(
+    data: bytes, message: str
+) -> None:
     with pytest.raises(CheckpointCorruptError) as error:
-        read_size(prefix[:PREFIX_BYTES])
+        unpack(data)
     assert message in str(error.value)
 
 

@@ -42,12 +42,12 @@ def state_of(step: int, size: int = 100) -> dict[str, Any]:
 
 
 def snapshot_steps(memory: Path) -> list[int]:
-    return sorted(ref.header.step for ref in snapshot_slots.list_snapshots(memory))
+    return sorted(ref.step for ref in snapshot_slots.list_snapshots(memory))
 
 
 def slots(manager: CheckpointManager) -> list[snapshot_slots.MappedSlot]:
     memory = manager._snapshots
-    return [*manager._private_slots._slots, *(memory._slots._slots if memory else ())]
+    return [*manager._private_slots._slots, *(memory.slots._slots if memory else ())]
 
 
 def private_slots(manager: CheckpointManager) -> int:
@@ -139,6 +139,7 @@ def full_memory(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Create agent memory of 200 KiB."""
     folder = small_disk / "1"
     folder.mkdir()
+    monkeypatch.setenv("ELASTICLIB_INCARNATION", "launch")
     monkeypatch.setenv("ELASTICLIB_SNAPSHOTS", str(folder))
     monkeypatch.setenv("ELASTICLIB_GENERATION", "1")
     return small_disk
@@ -180,6 +181,7 @@ def save_sharded(folder: Path, shape: tuple[int, ...]) -> tuple[int, int]:
     rank = dist.get_rank()
     memory = folder / f"memory{rank}" / "1"
     memory.mkdir(parents=True)
+    os.environ["ELASTICLIB_INCARNATION"] = "launch"
     os.environ["ELASTICLIB_SNAPSHOTS"] = str(memory)
     os.environ["ELASTICLIB_GENERATION"] = "1"
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])
@@ -195,7 +197,7 @@ def save_sharded(folder: Path, shape: tuple[int, ...]) -> tuple[int, int]:
         state["w"].to_local().zero_()
         assert manager.restore(state, step=4)
         assert torch.equal(state["w"].full_tensor(), torch.arange(800_000.0))
-    return num_slots, sum(file.stat().st_size for file in (folder / "disk").rglob("*.pack"))
+    return num_slots, sum(file.stat().st_size for file in (folder / "disk").rglob("*.safetensors"))
 
 
 def test_a_rank_copies_its_part_once_unless_other_ranks_save_much_of_it(

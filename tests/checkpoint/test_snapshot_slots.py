@@ -1,33 +1,33 @@
-"""The pure rules of snapshot slots: headers, the choice of a slot, and valid snapshots."""
+"""The pure rules of snapshot slots: headers, the choice of a slot, and what is freed."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from managers import snapshot_header
 
+from elasticlib.checkpoint.refs import (
+    MEMORY,
+    REPLICA,
+    StateRef,
+    Writer,
+    begin,
+    may_free,
+    without_old_copies,
+)
 from elasticlib.checkpoint.snapshot_slots import (
     Slot,
-    SnapshotHeader,
-    SnapshotRef,
-    abandoned_snapshots,
     choose_slots,
     decode_header,
     encode_header,
-    superseded_snapshots,
-    valid_snapshots,
 )
 from elasticlib.errors import CheckpointError
 
-HEADER = SnapshotHeader("state", 7, 3, 64, "run", 2, part=1, parts=4, folder="/där")
-
-
-def create_ref(era: int, sequence: int, step: int, owner: str = "", **more: int) -> SnapshotRef:
-    parts = {"part": 0, "parts": 1, "generation": era, **more}
-    record = SnapshotHeader("state", step, sequence, 64, "run", folder="/f", **parts)
-    file = f"{era}/{owner or 'own'}.{record.part}.{sequence}"
-    return SnapshotRef(era, owner, file, record)
+HEADER = snapshot_header("state", 7, 64, part=1, parts=4, folder="/där")
 
 
 @given(st.data())
@@ -67,62 +67,53 @@ def test_the_newest_complete_snapshots_are_never_overwritten(
         # If the writer is killed now, the last complete snapshots still exist.
         assert set(complete[-keep:]) <= set(existing)
         if pins < 2:  # The write succeeds, and fails otherwise.
-            slot.header = SnapshotHeader("state", sequence, sequence, size, "run", 1, parts=parts)
+            slot.header = snapshot_header("state", sequence, size, parts=parts)
             complete.append(sequence)
         assert size <= slot.capacity
         assert len(slots) <= keep + 3
 
 
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=12))
-def test_snapshots_after_a_step_that_was_restored_later_are_not_valid(
-    history: list[tuple[bool, int]],
-) -> None:
-    era, refs, valid_steps = 1, [], []
-    for sequence, (restarted, step) in enumerate(history, 1):
-        era += restarted
-        refs.append(create_ref(era, sequence, step))
-        valid_steps = [*(s for s in valid_steps if s < step), step]
-    assert [one.header.step for one in valid_snapshots(refs)] == valid_steps[::-1]
+OLD, NEW = Writer("run", "launch", 1), Writer("run", "launch", 2)
 
 
-def test_snapshots_of_earlier_attempts_are_superseded_once_the_new_attempt_is_complete() -> None:
-    old = [create_ref(1, 5, 5), create_ref(1, 4, 4, owner="2")]
-    assert superseded_snapshots(old, 2) == ()
-    # A replica of another node does not supersede own snapshots.
-    assert superseded_snapshots([*old, create_ref(2, 1, 6, owner="2")], 2) == ()
-    new = create_ref(2, 1, 6)
-    other = attrs.evolve(new, header=attrs.evolve(new.header, name="other"))
-    assert superseded_snapshots([*old, other], 2) == ()
-    assert set(superseded_snapshots([*old, new], 2)) == set(old)
-    assert superseded_snapshots([*old, new], 1) == ()
-    # The first snapshot of a sharded state may not be complete on all ranks; with two it is.
-    one, two = (create_ref(2, n, 5 + n, parts=2) for n in (1, 2))
-    assert superseded_snapshots([*old, one], 2) == ()
-    assert set(superseded_snapshots([*old, one, two], 2)) == set(old)
-    # A copy of a restored part, whose node was lost, does not count as a first snapshot.
-    part_of_5 = create_ref(1, 5, 5, part=1, parts=2)
-    copy, first, second = (create_ref(2, n, 4 + n, parts=2) for n in (1, 2, 3))
-    assert superseded_snapshots([part_of_5, copy, first], 2) == ()
-    assert superseded_snapshots([part_of_5, copy, first, second], 2) == (part_of_5,)
-    # The rule does not depend on the number of parts before and after.
-    assert set(superseded_snapshots([create_ref(1, 5, 5, part=3, parts=4), one, two], 2))
-
-
-def test_snapshots_after_the_restored_step_are_abandoned() -> None:
-    old, late, new = create_ref(1, 4, 4), create_ref(1, 5, 5, owner="1"), create_ref(2, 1, 6)
-    assert abandoned_snapshots([old, late, new], 2, 4) == (late,)
-
-
-def test_only_the_newest_snapshots_up_to_the_restored_step_are_kept() -> None:
-    complete = [create_ref(1, n, n) for n in (3, 4, 5)]
-    assert set(abandoned_snapshots(complete, 2, 5)) == {complete[0], complete[1]}
-    assert set(abandoned_snapshots(complete, 2, 4)) == {complete[0], complete[2]}
-    # A snapshot that is not valid any more does not replace a valid one.
-    assert abandoned_snapshots([create_ref(1, 9, 7), create_ref(2, 1, 5)], 3, 8) == (
-        create_ref(1, 9, 7),
+def snapshot(writer: Writer, step: int, *, base: StateRef | None = None, **more: Any) -> StateRef:
+    era, tier = writer.generation, more.pop("tier", MEMORY)
+    place = f"{era}/{tier}.{more.get('part')}.{step}"
+    line = begin(base, writer)
+    return StateRef(
+        line[-1].id, step, line=line, writer=writer, tier=tier, place=place, number=step, **more
     )
-    parts = [create_ref(1, n, n, part=part, parts=2) for n in (3, 4, 5) for part in (0, 1)]
-    assert {one.header.step for one in abandoned_snapshots(parts, 2, 5)} == {3}
-    # The same number of replicas of each node is kept.
-    replicas = [create_ref(1, n, n, owner="1") for n in (4, 5)]
-    assert set(abandoned_snapshots([*complete, *replicas], 2, 5)) == {*complete[:2], replicas[0]}
+
+
+def freed(refs: list[StateRef], new: StateRef) -> set[StateRef]:
+    earlier = {ref.place for ref in refs if ref.place.startswith("1/")}
+    return set(may_free(refs, new.line, earlier))
+
+
+def test_snapshots_of_earlier_attempts_are_freed_once_the_new_attempt_is_complete() -> None:
+    old = snapshot(OLD, 5)
+    replica = snapshot(OLD, 4, tier=REPLICA)
+    new = snapshot(NEW, 6, base=old)
+    assert freed([old, replica], new) == set()
+    # A replica of another node does not replace own snapshots, and neither does a copy of the
+    # restored state.
+    assert freed([old, snapshot(NEW, 6, base=old, tier=REPLICA)], new) == set()
+    assert freed([old, snapshot(NEW, 5, base=old)], new) == set()
+    assert freed([old, replica, new], new) == {old, replica}
+
+
+def test_two_snapshots_of_each_part_are_needed() -> None:
+    old = snapshot(OLD, 5, parts=2, part=0)
+    new = [snapshot(NEW, step, base=old, parts=2, part=0) for step in (5, 6, 7)]
+    assert freed([old, *new[:2]], new[0]) == set()
+    assert freed([old, *new], new[0]) == {old}
+
+
+def test_at_a_start_the_newest_snapshots_of_each_branch_and_part_are_kept() -> None:
+    first = [snapshot(OLD, step) for step in (3, 4, 5)]
+    after = [snapshot(NEW, step, base=first[0]) for step in (4, 5)]
+    assert set(without_old_copies([*first, *after])) == {*first[:2], after[0]}
+    parts = [snapshot(OLD, step, parts=2, part=part) for step in (3, 4, 5) for part in (0, 1)]
+    assert {ref.step for ref in without_old_copies(parts)} == {3}
+    replicas = [snapshot(OLD, step, tier=REPLICA) for step in (4, 5)]
+    assert set(without_old_copies([*first, *replicas])) == {*first[:2], replicas[0]}

@@ -16,6 +16,7 @@ import attrs
 import pytest
 import torch
 import torch.distributed as dist
+from managers import snapshot_header
 from removed_dirs import dir_removed_when_listed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -23,10 +24,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from elasticlib import Node, Script, WorkerSpec
 from elasticlib.checkpoint import snapshot_slots
 from elasticlib.checkpoint.pack import PackImage, plan_layout, unpack
-from elasticlib.checkpoint.restore import RestoreAgreement, StoredState
+from elasticlib.checkpoint.refs import StateRef, Writer, begin
+from elasticlib.checkpoint.restore import RestoreAgreement
 from elasticlib.checkpoint.snapshot_service import NodeSnapshotService
-from elasticlib.checkpoint.snapshot_slots import SnapshotHeader
-from elasticlib.checkpoint.snapshot_source import SnapshotLocation, SnapshotSource
+from elasticlib.checkpoint.snapshot_source import SnapshotSource
 from elasticlib.errors import CheckpointError
 from elasticlib.rendezvous.interface import RendezvousInfo, RendezvousStoreInfo, assign_ranks
 from elasticlib.testing.waiting import wait_until
@@ -43,8 +44,12 @@ class AgentMemory:
     def worker(self, era: int, **more: Any) -> SnapshotSource:
         folder = self.folder / str(era)
         folder.mkdir(exist_ok=True)
-        self.sources.append(SnapshotSource(SnapshotLocation(str(folder), "run", era), **more))
-        return self.sources[-1]
+        writer = Writer("run", "launch", era)
+        self.sources.append(source := SnapshotSource(str(folder), writer, **more))
+        found = [ref for ref in source.list_states() if ref.writer.generation < era]
+        if found:
+            source.begin(writer, begin(found[0], writer))
+        return source
 
     def files(self) -> list[Path]:
         """Return the slots of all workers."""
@@ -52,7 +57,8 @@ class AgentMemory:
 
     def eras(self) -> set[int]:
         """Return the attempts that have complete snapshots."""
-        return {one.era for one in snapshot_slots.list_snapshots(self.folder) if not one.owner}
+        refs = snapshot_slots.list_snapshots(self.folder)
+        return {snapshot_slots.era_of(ref) for ref in refs if ref.tier == "memory"}
 
 
 @pytest.fixture
@@ -72,7 +78,7 @@ def make_snapshot(worker: SnapshotSource, step: int, parts: int) -> None:
     worker.keep(step, plan_layout(state(step)), parts=parts, sharded=parts > 1)
 
 
-def read(source: SnapshotSource, stored: StoredState) -> Any:
+def read(source: SnapshotSource, stored: StateRef) -> Any:
     """Check a snapshot, and return its state."""
     source.check(stored)
     found = unpack(source.view(stored))
@@ -91,7 +97,7 @@ def test_a_snapshot_does_not_change_while_it_is_read(agent: AgentMemory) -> None
     assert cost is not None
     assert (cost.step, cost.seconds > 0) == (3, True)
     (stored,) = agent.worker(2).list_states()
-    assert (stored.step, stored.kind, stored.part, stored.num_parts) == (3, "memory", 0, 0)
+    assert (stored.step, stored.tier, stored.part, stored.parts) == (3, "memory", None, 0)
     other = agent.worker(2)
     pinned = unpack(other.view(stored), copy=False)
     assert torch.equal(pinned["model"]["w"], torch.full((5,), 3.0))
@@ -109,7 +115,7 @@ def test_a_snapshot_does_not_change_while_it_is_read(agent: AgentMemory) -> None
     with pytest.raises(CheckpointError, match="step 3"):
         worker.view(stored)
     with pytest.raises(CheckpointError, match="step"):
-        worker.view(StoredState(9, "memory", "1/own.x.1:9"))
+        worker.view(StateRef("0123abcd", 9, tier="memory", place="1/own.x.1"))
 
 
 @pytest.mark.parametrize(("parts", "slots"), [(1, 2), (2, 3)])
@@ -125,7 +131,7 @@ def test_slots_are_reused_and_a_failed_snapshot_loses_none(
     with pytest.raises(CheckpointError, match="state"):
         worker.snapshot(9, {"model": object()})
     slots_of = snapshot_slots.SnapshotSlots(agent.folder / "1")
-    record = SnapshotHeader("state", 99, 99, 64, "run", 1)
+    record = snapshot_header("state", 99, 64)
     with slots_of.open_for_writing(record):
         assert 99 not in steps(worker)
     assert 99 in steps(worker)
@@ -137,7 +143,7 @@ def test_slots_are_reused_and_a_failed_snapshot_loses_none(
     assert 100 not in steps(worker)
     snapshot_slots.remove_snapshots(
         agent.folder,
-        [one for one in snapshot_slots.list_snapshots(agent.folder) if one.header.step == 99],
+        [one for one in snapshot_slots.list_snapshots(agent.folder) if one.step == 99],
     )
     slots_of.close()
     assert steps(worker) == before
@@ -157,16 +163,19 @@ def test_states_of_changing_size_are_kept_and_memory_of_larger_ones_is_released(
 
 FILL_MEMORY = """
 import sys
+from elasticlib.checkpoint.refs import Writer, begin
 from elasticlib.checkpoint.snapshot_slots import SnapshotHeader, SnapshotSlots, list_snapshots
 from elasticlib.errors import CheckpointError
 folder, slots = sys.argv[1] + "/1", SnapshotSlots(sys.argv[1] + "/1")
 for step, size in enumerate((1000, 1 << 22), 1):
+    writer = Writer("run")
+    header = SnapshotHeader("state", step, step, size, writer, begin(None, writer))
     try:
-        with slots.open_for_writing(SnapshotHeader("state", step, step, size, "run", 1)) as view:
+        with slots.open_for_writing(header) as view:
             view[:] = bytes(size)
     except CheckpointError as error:
         print(error)
-print([found.header.step for found in list_snapshots(sys.argv[1])])
+print([found.step for found in list_snapshots(sys.argv[1])])
 """
 
 
@@ -187,9 +196,9 @@ def test_full_memory_raises_an_error_with_the_remedy_and_no_sigbus(
 
 def test_a_worker_without_the_directory_of_its_agent_gets_an_error(agent: AgentMemory) -> None:
     with pytest.raises(CheckpointError, match="No such file or directory"):
-        SnapshotSource(
-            SnapshotLocation(str(agent.folder / "missing" / "memory" / "9"), "run", 1)
-        ).snapshot(1, state(1))
+        SnapshotSource(str(agent.folder / "missing" / "memory" / "9"), Writer("run")).snapshot(
+            1, state(1)
+        )
 
 
 def test_a_slot_is_not_written_while_it_is_read(agent: AgentMemory) -> None:
@@ -235,8 +244,8 @@ def test_concurrent_readers_see_complete_snapshots_only(agent: AgentMemory) -> N
                 with snapshot_slots.map_snapshot(agent.folder, one) as view:
                     if view is not None:
                         found = unpack(memoryview(bytearray(view)))
-                        same = bool((found["model"]["w"] == one.header.step).all())
-                        seen.append((one.header.step, same and found["step"] == one.header.step))
+                        same = bool((found["model"]["w"] == one.step).all())
+                        seen.append((one.step, same and found["step"] == one.step))
 
     reader = threading.Thread(target=read)
     reader.start()
@@ -260,23 +269,8 @@ def test_snapshots_of_a_paused_worker_of_an_earlier_attempt_are_ignored(agent: A
     stale.snapshot(11, state(-11))
     stale.snapshot(12, state(-12, 100_000))
     newest = successor.list_states()[0]
-    assert steps(successor) == [11]
-    assert read(successor, newest)["step"] == 11
-
-
-def test_resuming_from_an_earlier_step_discards_later_snapshots(agent: AgentMemory) -> None:
-    first = agent.worker(1)
-    for step in (5, 6):
-        make_snapshot(first, step, 2)
-    second = agent.worker(2)
-    assert steps(second) == [6, 5]
-    second.resume_from(5)
-    assert steps(second) == [5]
-    second.keep(6, plan_layout(state(60)), parts=2, sharded=True)
-    assert [read(second, one)["step"] for one in second.list_states()] == [60, 5]
-    # An earlier step in the same attempt has the same effect.
-    make_snapshot(second, 2, 2)
-    assert steps(second) == [2]
+    assert [ref.writer.generation for ref in successor.list_states()] == [2, 1, 1]
+    assert read(successor, newest)["step"] == newest.step == 11
 
 
 @pytest.mark.parametrize(("parts", "max_slots"), [(1, 2), (2, 4)])
@@ -297,9 +291,9 @@ def test_a_restart_uses_no_more_slots_than_documented(
     monkeypatch.setattr(PackImage, "copy_to", count_files_and_copy)
     for era in (2, 3):
         worker = agent.worker(era)
+        snapshot_slots.remove_incomplete(agent.folder, era)
+        snapshot_slots.remove_old_copies(agent.folder)
         newest = steps(worker)[0]
-        worker.resume_from(newest)
-        assert steps(worker)[0] == newest
         for step in range(newest + 1, newest + 5):
             make_snapshot(worker, step, parts)
     assert max(in_use) == max_slots
@@ -316,7 +310,7 @@ def test_incomplete_snapshots_of_workers_and_peers_that_exited_are_removed(
     first.snapshot(1, state(1))
     first.close()
     (agent.folder / "2").mkdir()
-    record = SnapshotHeader("state", 9, 9, 1, "run", 1)
+    record = snapshot_header("state", 9, 1)
     for owner in ("", "1"):
         slots = snapshot_slots.SnapshotSlots(agent.folder / "1", owner)
         with contextlib.suppress(ZeroDivisionError), slots.open_for_writing(record):
@@ -327,7 +321,7 @@ def test_incomplete_snapshots_of_workers_and_peers_that_exited_are_removed(
         service.on_workers_starting(info, group)
         # The slot that is still being written is kept.
         assert len(list(agent.folder.glob("1/*.*"))) == 2
-    assert sorted(one.header.step for one in snapshot_slots.list_snapshots(agent.folder)) == [1, 9]
+    assert sorted(one.step for one in snapshot_slots.list_snapshots(agent.folder)) == [1, 9]
 
 
 def test_an_attempt_directory_that_is_removed_during_a_listing_is_skipped(
@@ -335,7 +329,7 @@ def test_an_attempt_directory_that_is_removed_during_a_listing_is_skipped(
 ) -> None:
     agent.worker(1).snapshot(1, state(1))
     with dir_removed_when_listed(agent.folder / "2"):
-        assert [one.header.step for one in snapshot_slots.list_snapshots(agent.folder)] == [1]
+        assert [one.step for one in snapshot_slots.list_snapshots(agent.folder)] == [1]
 
 
 def test_sharded_snapshots_of_the_earlier_attempt_are_kept_until_two_new_ones_exist(
@@ -359,7 +353,7 @@ def test_a_state_with_dtensors_is_marked_as_sharded_on_a_single_rank(agent: Agen
         dist.destroy_process_group()
     agent.worker(1, name="plain").snapshot(3, state(3))
     kinds = {
-        (one.header.step, one.header.sharded) for one in snapshot_slots.list_snapshots(agent.folder)
+        (one.step, one.part is not None) for one in snapshot_slots.list_snapshots(agent.folder)
     }
     assert kinds == {(1, True), (2, True), (3, False)}
 
@@ -373,9 +367,7 @@ def test_names_and_runs_have_separate_snapshots_and_a_new_source_continues_the_s
     assert (steps(one), steps(other)) == ([1], [7])
     agent.worker(1, name="one").snapshot(2, state(2))
     assert steps(one) == [2, 1]
-    other_run = SnapshotSource(
-        SnapshotLocation(str(agent.folder / "1"), "another run", 1), name="one"
-    )
+    other_run = SnapshotSource(str(agent.folder / "1"), Writer("another run"), name="one")
     assert other_run.list_states() == []
     assert agent.worker(1, writes=False).snapshot(1, state(1)) is None
     with pytest.raises(CheckpointError, match="got 2 of 2"):
@@ -414,7 +406,7 @@ def test_a_truncated_slot_raises_an_error_and_no_sigbus(agent: AgentMemory) -> N
     worker.snapshot(1, state(1, size=100_000))
     (stored,) = worker.list_states()
     (found,) = snapshot_slots.list_snapshots(agent.folder)
-    slot = agent.folder / found.file
+    slot = agent.folder / found.place
     os.truncate(slot, 8192)
     with pytest.raises(CheckpointError, match="step"):
         agent.worker(2).view(stored)
@@ -433,7 +425,8 @@ def test_memory_for_the_next_snapshot_is_allocated_in_the_background(agent: Agen
             lambda: count_allocated_slots(agent, 1) == 2,
         )
     again = agent.worker(2)
-    again.adopt_restored_step(RestoreAgreement(4, "memory", 0, 0), state(4, size=100_000))
+    base = again.list_states()[0]
+    again.adopt_restored_state(RestoreAgreement(base, 0, 0), state(4, size=100_000))
     wait_until("the memory of the first slot", lambda: count_allocated_slots(agent, 2) == 1)
     again.snapshot(5, state(5, size=100_000))
     wait_until(

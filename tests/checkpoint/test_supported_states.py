@@ -60,20 +60,16 @@ def create_supported_values() -> dict[str, Any]:
             numpy.random.SFC64(3).state,
             torch.Generator().manual_seed(3).get_state(),
         ],
-        "defaults": [
-            defaultdict(int, a=1),
-            defaultdict(list, {(1, "x"): [torch.ones(1)], None: []}),
-            defaultdict(None, a=2),
-        ],
+        "dicts": [{"a": 1}, {1.5: [torch.ones(1)], None: []}],
         "tuples": [(0.5, torch.ones(2)), (1, [2])],
         "torch": [torch.Size([2, 3]), torch.bfloat16, torch.device("cuda", 1)],
-        "keys": {(1, "x"): 2, None: 3, 1.5: 4, frozenset({1}): 5, b"b": 6},
-        "sets": [{1, "a"}, frozenset({(1, 2), "b"}), set()],
+        "keys": {"x": 2, None: 3, 1.5: 4, frozenset({1}): 5, b"b": 6},
+        "sets": [{1, "a"}, frozenset({1.5, "b"}), set()],
         "plain": [
             bytearray(b"ab"),
             b"",
-            1 << 20_000,
-            -(1 << 9000),
+            1 << 8191,
+            -(1 << 8191),
             1e308,
             "\udc80",
         ],
@@ -106,7 +102,7 @@ def test_supported_values_are_restored_from_disk_and_from_memory(tmp_path: Path)
         # The state can also be restored into new objects, as after a restart of the script.
         fresh = create_supported_values()
         fresh["arrays"][0][:] = 7
-        fresh["defaults"][0]["b"] = 5
+        fresh["dicts"][0]["b"] = 5
         fresh["tuples"][0][1].zero_()
         array, weights = fresh["arrays"][0], fresh["tuples"][0][1]
         restore(fresh)
@@ -156,11 +152,7 @@ class WithLoad(WithoutLoad):
         (numpy.array([object()]), "is a numpy.ndarray of object"),
         (numpy.zeros(1, [("a", "i4")]), "is a numpy.ndarray of [('a', '<i4')]"),
         (numpy.ma.array([1]), "is a numpy.ma.MaskedArray"),
-        (defaultdict(lambda: 1), "and a checkpoint holds those of None, int"),
-        (
-            defaultdict(tuple),
-            "is a defaultdict of <class 'tuple'>, and a checkpoint holds those of",
-        ),
+        (defaultdict(int), "is a collections.defaultdict, which a checkpoint does not hold: save"),
         (Level.LOW, "Level, which a checkpoint does not hold"),
         (Pair(1, 2), "Pair, which a checkpoint does not hold"),
         (deque([1]), "is a collections.deque, which a checkpoint does not hold"),
@@ -287,7 +279,7 @@ def test_map_location_chooses_the_device_of_loaded_tensors(tmp_path: Path) -> No
         assert manager.load()["n"].tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("other", [3, 5])
+@pytest.mark.parametrize("other", [4, 6])
 def test_a_checkpoint_of_another_pack_format_is_not_skipped_for_an_older_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: int
 ) -> None:
@@ -298,9 +290,9 @@ def test_a_checkpoint_of_another_pack_format_is_not_skipped_for_an_older_one(
         manager.wait()
         with monkeypatch.context() as changed:
             changed.setattr(safetensors_header, "FORMAT", other)
-            manager.save(2, {"a": 2})
+            manager.save(2, {"a": 2, "b": 1})  # A layout is not used again for another structure.
             manager.wait()
-        for read in (manager.load, lambda: manager.restore({"a": 0})):
-            with pytest.raises(CheckpointError, match=f"format {other}, this version reads 4"):
+        for read in (manager.load, lambda: manager.restore({"a": 0, "b": 0})):
+            with pytest.raises(CheckpointError, match=f"format {other}, this version reads 5"):
                 read()
     assert issubclass(CheckpointUnreadableError, CheckpointError)

@@ -9,16 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+from managers import step_folder
 from ranks import Ranks
 
-from elasticlib import CheckpointManager, load_checkpoint, save_checkpoint
+from elasticlib import (
+    CheckpointManager,
+    KeepEvery,
+    KeepLast,
+    any_of,
+    load_checkpoint,
+    save_checkpoint,
+)
 from elasticlib.checkpoint.catalog import (
     MANIFEST_NAME,
-    DataFile,
-    Manifest,
     append_checksum,
-    encode_manifest,
-    folder_of,
 )
 from elasticlib.checkpoint.storage import LocalStorage
 from elasticlib.errors import CheckpointCorruptError, CheckpointError
@@ -63,13 +67,12 @@ def test_file_that_ends_early_is_damaged(tmp_path: Path) -> None:
         manager.load()
 
 
-def manifests(*steps: int) -> tuple[str, ...]:
-    return tuple(f"{folder_of(step)}/{MANIFEST_NAME}" for step in steps)
+def manifests(folder: Path, *steps: int) -> tuple[str, ...]:
+    return tuple(f"{step_folder(folder, step).name}/{MANIFEST_NAME}" for step in steps)
 
 
 def data_file(folder: Path, step: int) -> str:
-    (path,) = (folder / folder_of(step)).glob("state.*")
-    return f"{folder_of(step)}/{path.name}"
+    return f"{step_folder(folder, step).name}/state.safetensors"
 
 
 def save(manager: CheckpointManager, *steps: int) -> None:
@@ -86,9 +89,9 @@ def test_save_does_not_prune_checkpoints_that_it_cannot_read(
     tmp_path: Path,
 ) -> None:
     place = UnreadableFiles(tmp_path)
-    with CheckpointManager(place, keep_last=3, keep_every=100) as manager:
+    with CheckpointManager(place, keep=any_of(KeepLast(3), KeepEvery(100))) as manager:
         save(manager, 100, 200, 210, 220)
-        place.unreadable = manifests(100, 220)
+        place.unreadable = manifests(tmp_path, 100, 220)
         save(manager, 230)
         # Unreadable checkpoints do not count for keep_last: three readable ones are kept, too.
         assert steps(tmp_path) == [100, 200, 210, 220, 230]
@@ -104,7 +107,7 @@ def test_prune_keeps_the_newest_readable_checkpoint_and_unreadable_ones(
         save(manager, 1, 2, 3)
     place = UnreadableFiles(tmp_path)
     with CheckpointManager(place, keep_last=1) as manager:
-        place.unreadable = (data_file(tmp_path, 3), *manifests(1))
+        place.unreadable = (data_file(tmp_path, 3), *manifests(tmp_path, 1))
         assert manager.prune().kept == (1, 2, 3)
         place.unreadable = ("",)
         assert manager.verify().keys() == {1, 2, 3}
@@ -121,7 +124,7 @@ def test_nothing_older_is_restored_while_the_newest_checkpoint_is_unreadable(
     place = UnreadableFiles(tmp_path)
     with CheckpointManager(place) as manager:
         save(manager, 1, 2)
-    place.unreadable = manifests(2) if part == "manifest" else (data_file(tmp_path, 2),)
+    place.unreadable = manifests(tmp_path, 2) if part == "manifest" else (data_file(tmp_path, 2),)
     state = {"w": torch.zeros(3)}
     with CheckpointManager(place) as manager:
         with pytest.raises(CheckpointError, match=r"000002.* nothing older"):
@@ -130,17 +133,17 @@ def test_nothing_older_is_restored_while_the_newest_checkpoint_is_unreadable(
             with pytest.raises(CheckpointError, match="000002"):
                 read()
         assert state["w"].tolist() == [0, 0, 0]
-        place.unreadable = manifests(1)
+        place.unreadable = manifests(tmp_path, 1)
         assert manager.restore(state).step == manager.latest() == 2
 
 
 def test_checkpoint_of_a_newer_format_is_neither_deleted_nor_skipped(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         save(manager, 1)
-    newer = tmp_path / folder_of(2)
-    newer.mkdir()
-    data = encode_manifest(Manifest(2, (DataFile("state.pack", 1, 0),)))
-    body = data.rpartition(b"\ncrc32")[0].replace(b'"format":4', b'"format":9')
+        save(manager, 2)
+    newer = step_folder(tmp_path, 2)
+    body = (newer / MANIFEST_NAME).read_bytes().rpartition(b"\ncrc32")[0]
+    body = body.replace(b'"format":5', b'"format":9')
     (newer / MANIFEST_NAME).write_bytes(append_checksum(body))
     with CheckpointManager(tmp_path, keep_last=1) as manager:
         with pytest.raises(CheckpointError, match=r"format 9.* nothing older"):

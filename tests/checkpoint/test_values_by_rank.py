@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from elasticlib import CheckpointManager
-from elasticlib.errors import ConfigError, StateMismatchError
+from elasticlib.checkpoint.per_rank import decode_values
+from elasticlib.errors import CheckpointCorruptError, ConfigError, StateMismatchError
 
 Names = dict[str, Callable[[int], Any] | None] | tuple[str, ...]
 
@@ -120,3 +123,18 @@ def test_a_single_process_saves_values_by_rank_and_old_checkpoints_need_a_functi
         assert state == {"a": 1, "rng": 100.0}
     with pytest.raises(ConfigError, match="per_rank must have names"):
         CheckpointManager(tmp_path, per_rank="rng")
+
+
+def test_values_of_a_rank_have_a_limit_when_they_are_saved_and_when_they_are_restored(
+    tmp_path: Path,
+) -> None:
+    large = torch.zeros(64 << 20, dtype=torch.uint8)  # a few KB when compressed
+    with CheckpointManager(tmp_path, per_rank=("large",)) as manager:
+        with capture_errors() as errors:
+            manager.save(1, {"w": torch.ones(2), "large": large}).wait()
+        assert "per_rank 'large' have" in errors[0]
+        assert "at most 67108864 are saved by rank" in errors[0]
+        assert manager.steps() == []
+    text = base64.b64encode(zlib.compress(bytes((64 << 20) + 1))).decode()
+    with pytest.raises(CheckpointCorruptError, match="more than 67108864 bytes when decompressed"):
+        decode_values(text)

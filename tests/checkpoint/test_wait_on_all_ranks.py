@@ -169,7 +169,7 @@ def test_a_rank_without_a_process_group_waits_for_the_checkpoint_on_disk(
         monkeypatch.setenv(name, str(value))
     manager = create_manager(tmp_path)
     manager.save(1, state(1))
-    with pytest.raises(CheckpointError, match=r"rank 0 was to save .*000001"):
+    with pytest.raises(CheckpointError, match=r"rank 0 was to save step 1 in"):
         manager.wait(timeout=0.2)
     manager.save(1, state(1))
     monkeypatch.setenv("RANK", "0")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import PROGRAMS, Job, Node, generation_of
+from jobs import PROGRAMS, Job, Node, generation_of, owner_of
 
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint import snapshot_slots
@@ -102,8 +102,10 @@ def test_replicas_of_a_killed_node_are_written_by_the_surviving_node(job: Job) -
 
 def has_parts(folder: str, step: int, owner: str, parts: set[int]) -> bool:
     """Return True if an agent's memory has these parts of a step from `owner`."""
-    snapshots = [one for one in snapshot_slots.list_snapshots(Path(folder)) if one.owner == owner]
-    return parts <= {one.header.part for one in snapshots if one.header.step == step}
+    snapshots = [
+        one for one in snapshot_slots.list_snapshots(Path(folder)) if owner_of(one) == owner
+    ]
+    return parts <= {one.part for one in snapshots if one.step == step}
 
 
 @pytest.mark.timeout(300)

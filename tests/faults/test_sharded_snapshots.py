@@ -87,10 +87,8 @@ class ResizedJob:
 
 def list_parts(folder: str, step: int, parts: int) -> set[int]:
     """Return which of so many parts of a step an agent's memory has."""
-    headers = (one.header for one in snapshot_slots.list_snapshots(folder))
-    return {
-        one.part for one in headers if (one.step, one.parts, one.sharded) == (step, parts, True)
-    }
+    snapshots = snapshot_slots.list_snapshots(folder)
+    return {one.part for one in snapshots if (one.step, one.parts) == (step, parts)}
 
 
 def check_restored(reports: Reports, step: int, bits: str) -> None:

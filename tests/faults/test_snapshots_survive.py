@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from hosts import Cluster, Host
-from jobs import PROGRAMS, Job, Node, generation_of, is_alive
+from jobs import PROGRAMS, Job, Node, generation_of, is_alive, owner_of
 
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint import snapshot_slots
@@ -113,8 +113,8 @@ def test_the_third_sigint_gives_up_a_final_write_that_waits_for_another_node(job
 def has_parts(folder: str, step: int, owner: str, parts: set[int]) -> bool:
     """Return True if an agent's memory has these parts of a step from `owner`."""
     snapshots = snapshot_slots.list_snapshots(folder)
-    selected = [one for one in snapshots if (one.header.step, one.owner) == (step, owner)]
-    return parts <= {one.header.part for one in selected}
+    selected = [one for one in snapshots if (one.step, owner_of(one)) == (step, owner)]
+    return parts <= {one.part for one in selected}
 
 
 def test_the_last_snapshot_of_a_killed_node_survives_on_its_peer_and_its_memory_is_removed(
@@ -152,8 +152,10 @@ def test_the_last_snapshot_of_a_killed_node_survives_on_its_peer_and_its_memory_
     # Once the smaller world has snapshots of its own, those of the larger world are removed.
     permit(job, 9)
     wait_until("step 9", lambda: [read_progress(job, rank)[1] for rank in (0, 1)] == [9, 9])
-    assert {one.era for one in snapshot_slots.list_snapshots(remaining["memory"])} == {1}
-    assert {one.header.parts for one in snapshot_slots.list_snapshots(remaining["memory"])} == {2}
+    assert {
+        snapshot_slots.era_of(one) for one in snapshot_slots.list_snapshots(remaining["memory"])
+    } == {1}
+    assert {one.parts for one in snapshot_slots.list_snapshots(remaining["memory"])} == {2}
     (job.folder / "disk").touch()  # a file in place of the directory
     survivor = nodes[remaining["node"]]
     survivor.signal(signal.SIGUSR2)

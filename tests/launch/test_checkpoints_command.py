@@ -12,35 +12,46 @@ from pathlib import Path
 
 import pytest
 
-from elasticlib.checkpoint.catalog import CheckpointCatalog, Retention
-from elasticlib.checkpoint.commit import Committer, RankWriters, WriterIdentity
+from elasticlib.checkpoint.catalog import CheckpointCatalog
+from elasticlib.checkpoint.commit import Committer
+from elasticlib.checkpoint.refs import KeepLast, Writer, begin
 from elasticlib.checkpoint.storage import LocalStorage
+from elasticlib.checkpoint.writer import write_alone
 from elasticlib.launch.checkpoints_command import Progress
 from elasticlib.launch.cli import main
+
+
+def create_committer(folder: Path, run: str) -> Committer:
+    writer = Writer(run, "l", 2)
+    catalog = CheckpointCatalog(LocalStorage(folder))
+    return Committer(catalog, writer, begin(None, writer), KeepLast(5))
 
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     """A directory with three checkpoints of a job."""
-    writer = WriterIdentity("job7", "l", 2, "0" * 16)
-    writers = RankWriters(
-        Committer(CheckpointCatalog(LocalStorage(tmp_path)), writer, Retention(5))
-    )
-    writers.write(8, memoryview(bytes(3000)))
+    committer = create_committer(tmp_path, "job7")
+    write_alone(committer, 8, memoryview(bytes(3000)))
     for step in (9, 10):
-        writers.write(step, memoryview(bytes(3000)), 4, is_pinned=step == 10)
+        data = memoryview(bytes(3000))
+        write_alone(committer, step, data, world_size=4, is_pinned=step == 10)
     return tmp_path
 
 
+def step_folder(directory: Path, step: int) -> Path:
+    (path,) = directory.glob(f"step-{step:010d}.*")
+    return path
+
+
 def damage(directory: Path, step: int) -> None:
-    (path,) = (directory / f"step-{step:010d}").glob("state.*")
+    path = step_folder(directory, step) / "state.safetensors"
     path.write_bytes(bytes(2999) + b"\1")
 
 
 def test_list_shows_each_checkpoint_and_a_truncated_one_as_corrupt(
     directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (path,) = (directory / "step-0000000009").glob("state.*")
+    path = step_folder(directory, 9) / "state.safetensors"
     os.truncate(path, 100)
     assert main(["checkpoints", str(directory)]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -84,7 +95,9 @@ def test_verify_exits_with_1_and_names_the_corrupt_checkpoint(
     rows = json.loads(capsys.readouterr().out)
     assert [row["step"] for row in rows if row["status"] == "corrupt"] == [9]
     assert main(["checkpoints", str(directory), "--verify"]) == 1
-    assert re.search(r"^9 .*corrupt: state.* must have the checksum", capsys.readouterr().out, re.M)
+    assert re.search(
+        r"^9 .*corrupt: state.*, which is not the checksum", capsys.readouterr().out, re.M
+    )
 
 
 def test_missing_directory_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,9 +109,8 @@ def test_missing_directory_is_an_error(tmp_path: Path, capsys: pytest.CaptureFix
 def test_control_characters_in_a_manifest_are_escaped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    writer = WriterIdentity("job\x1b]0;title\x07\ud800", "l", 2, "0" * 16)
-    commits = Committer(CheckpointCatalog(LocalStorage(tmp_path)), writer, Retention(5))
-    RankWriters(commits).write(1, memoryview(bytes(30)))
+    committer = create_committer(tmp_path, "job\x1b]0;title\x07\ud800")
+    write_alone(committer, 1, memoryview(bytes(30)))
     assert main(["checkpoints", str(tmp_path)]) == 0
     assert r"job\x1b]0;title\x07\ud800 generation 2" in capsys.readouterr().out
 

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint.snapshot_source import snapshot_location
+from elasticlib.checkpoint.snapshot_source import snapshot_folder
 
 
 def create_model() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -67,9 +67,9 @@ def checksum_bits(state: object) -> str:
 def main() -> None:
     folder = Path(sys.argv[1])
     report = {name: os.environ[name] for name in NAMES} | {"pid": os.getpid(), "still_running": []}
-    location = snapshot_location()
-    assert location is not None
-    report |= {"node": os.environ["NODE"], "memory": str(Path(location.folder).parent)}
+    attempt = snapshot_folder()
+    assert attempt is not None
+    report |= {"node": os.environ["NODE"], "memory": str(Path(attempt).parent)}
     dist.init_process_group("gloo")
     model, optimizer = create_model()
     state = {"model": model, "optimizer": optimizer, "step": 0}

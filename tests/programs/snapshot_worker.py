@@ -18,7 +18,8 @@ from context_worker import Ranks, read_option, write_json
 from fault_worker import NAMES
 
 from elasticlib.checkpoint.pack import plan_layout, unpack
-from elasticlib.checkpoint.snapshot_source import SnapshotSource, snapshot_location
+from elasticlib.checkpoint.refs import Writer, begin
+from elasticlib.checkpoint.snapshot_source import SnapshotSource, snapshot_folder
 
 
 def is_intact(memory: SnapshotSource, snapshot) -> bool:
@@ -30,7 +31,7 @@ def find_newest_complete_step(snapshots) -> int:
     parts: dict[int, set[int]] = {}
     for snapshot in snapshots:
         parts.setdefault(snapshot.step, set()).add(snapshot.part)
-        if len(parts[snapshot.step]) == max(1, snapshot.num_parts):
+        if len(parts[snapshot.step]) == max(1, snapshot.parts):
             return snapshot.step
     return 0
 
@@ -39,14 +40,16 @@ def main() -> None:
     folder = Path(sys.argv[1])
     report = {name: os.environ[name] for name in NAMES} | {"pid": os.getpid(), "still_running": []}
     rank, world = int(report["RANK"]), int(report["WORLD_SIZE"])
-    location = snapshot_location()
-    assert location is not None
+    attempt = snapshot_folder()
+    assert attempt is not None
+    launch = (os.environ["TORCHELASTIC_RUN_ID"], os.environ["ELASTICLIB_INCARNATION"])
+    writer = Writer(*launch, int(report["ELASTICLIB_GENERATION"]))
     part = {"part": rank, "parts": world, "sharded": True} if "parts" in sys.argv else {}
-    memory = SnapshotSource(location, folder=str(folder / "disk"))
+    memory = SnapshotSource(attempt, writer, folder=str(folder / "disk"))
     snapshots = memory.list_states()
     step = find_newest_complete_step(snapshots)
-    report |= {"node": os.environ["NODE"], "memory": str(Path(location.folder).parent)}
-    report["snapshots"] = [[one.step, one.part, one.num_parts] for one in snapshots]
+    report |= {"node": os.environ["NODE"], "memory": str(Path(attempt).parent)}
+    report["snapshots"] = [[one.step, one.part or 0, one.parts] for one in snapshots]
     report["wrong"] = [str(one) for one in snapshots if not is_intact(memory, one)]
     ranks = Ranks(folder, report["ELASTICLIB_GENERATION"], rank, world)
     progress = Ranks(folder, "progress", rank, world)
@@ -54,7 +57,8 @@ def main() -> None:
     name = f"report.{report['ELASTICLIB_GENERATION']}.{rank}.{os.getpid()}.json"
     write_json(folder / name, report)
     ranks.wait_for_all(0)
-    memory.resume_from(step)
+    base = next((one for one in snapshots if one.step == step), None)
+    memory.begin(writer, begin(base, writer))
     numbers = torch.zeros(int(read_option("size", "8")))
     while True:
         step += 1

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from jobs import is_alive
 
 from elasticlib.checkpoint.catalog import CheckpointCatalog
+from elasticlib.checkpoint.refs import StateRef
 from elasticlib.checkpoint.storage import open_storage
 from elasticlib.observe.event import Event
 from elasticlib.testing.waiting import DEFAULT_TIMEOUT_S, wait_until
@@ -198,16 +199,19 @@ class SoakJob:
         self.nodes.delete_old_files()
         return discarded
 
+    def list_checkpoints(self) -> list[StateRef]:
+        """Return the usable checkpoints of the line that the job is on, the newest first."""
+        catalog = CheckpointCatalog(open_storage(self.checkpoints))
+        return [ref for ref in catalog.live_refs() if ref.is_usable]
+
     def newest_committed_step(self) -> int:
         """Return the step of the newest checkpoint on the disk, or 0."""
-        catalog = CheckpointCatalog(open_storage(self.checkpoints))
-        return max((entry.step for entry in catalog.list_entries() if entry.manifest), default=0)
+        return max((ref.step for ref in self.list_checkpoints()), default=0)
 
     def newest_checkpoint_file(self) -> Path:
         """Return the largest file of the newest checkpoint."""
-        manifests = sorted(self.checkpoints.glob("step-*/manifest.json"))
-        files = manifests[-1].parent.glob("*.pack")
-        return max(files, key=lambda path: path.stat().st_size)
+        folder = self.checkpoints / self.list_checkpoints()[0].place
+        return max(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
 
     # -- nodes and processes --------------------------------------------------------------------
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from processes import find_processes
 
+from elasticlib.checkpoint.catalog import CheckpointCatalog
+from elasticlib.checkpoint.storage import open_storage
 from elasticlib.observe.runs import MAX_FINISHED_RECORDS, is_alive, runs_dir
 from elasticlib.testing.waiting import wait_until
 
@@ -66,17 +68,15 @@ def find_violations(job: SoakJob, baseline: Baseline) -> list[str]:
 
 
 def _check_checkpoints(job: SoakJob) -> list[str]:
-    # This imports torch, which the soak itself does not need before.
-    from elasticlib import CheckpointManager
-
-    manager = CheckpointManager(job.checkpoints)
-    steps = manager.steps()
-    violations = []
+    catalog = CheckpointCatalog(open_storage(job.checkpoints))
+    # A damaged checkpoint that the job has left can still be there.
+    live = [catalog.verified(ref) for ref in catalog.live_refs()]
+    steps, violations = sorted({ref.step for ref in live}), []
     if not steps or steps[-1] != job.steps or len(steps) != KEEP_LAST:
         expected = f"{KEEP_LAST} checkpoints up to step {job.steps}"
         violations.append(f"there must be {expected}, got {steps}")
-    violations += [f"checkpoint {step}: {error}" for step, error in manager.verify().items()]
-    known = {".lock", "fence.json"} | {f"step-{step:010d}" for step in steps}
+    violations += [f"checkpoint {ref.place}: {ref.problem}" for ref in live if ref.problem]
+    known = {".lock", "fence.json"} | {ref.place for ref in catalog.list_refs()}
     unknown = [path.name for path in job.checkpoints.iterdir() if path.name not in known]
     return violations + [f"leftover file among the checkpoints: {name}" for name in unknown]
 
