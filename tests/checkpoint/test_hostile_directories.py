@@ -400,8 +400,9 @@ def test_a_directory_can_have_any_name(
     assert header is not None
     assert header.folder == str(folder)
     assert restore(folder) == (2, 2.0, ())
-    shutil.rmtree(era)
-    era.mkdir()
+    empty = tmp_path / "other" / "1"
+    empty.mkdir(parents=True)
+    monkeypatch.setenv("ELASTICLIB_SNAPSHOTS", str(empty))
     assert restore(folder) == (1, 1.0, ())
     save_checkpoint(folder / "1.pt", state(1))
     assert latest_checkpoint(folder) == folder / "1.pt"
