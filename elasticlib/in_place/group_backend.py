@@ -206,6 +206,12 @@ def _clear_dtensor_plans() -> None:
         torch._C._clear_DTensor_sharding_propagator_cache()
         redistribute = importlib.import_module("torch.distributed.tensor._redistribute")
         redistribute._gen_transform_infos.cache_clear()
+        # These caches keep the meshes of earlier groups alive, and so their process groups.
+        clear_planners = getattr(redistribute, "clear_redistribute_planner_cache", None)
+        if clear_planners is not None:  # torch 2.15
+            clear_planners()
+        costs: Any = importlib.import_module("torch.distributed.tensor._collective_utils")
+        costs.MeshTopoInfo.build_from_mesh.cache_clear()
 
 
 class _GroupSockets:

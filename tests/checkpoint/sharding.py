@@ -13,7 +13,14 @@ import torch.distributed as dist
 from managers import GatedStorage
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Replicate,
+    Shard,
+    _collective_utils,
+    _redistribute,
+    distribute_tensor,
+)
 
 from elasticlib import CheckpointManager
 from elasticlib.errors import CheckpointCorruptError, CheckpointError
@@ -132,6 +139,9 @@ def drop_sharded_state(folder: Path) -> bool:
     dispatcher: Any = DTensor._op_dispatcher
     dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()  # torch 2.15
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
     gc.collect()
     return reference() is not None
 

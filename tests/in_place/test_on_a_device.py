@@ -57,6 +57,7 @@ def assert_nothing_rebuilt(records: list[list[dict[str, Any]]], count: int) -> N
         )
 
 
+@pytest.mark.timeout(400)  # Each process imports the compiler.
 def test_two_gloo_ranks_keep_their_device_context_and_compiled_model(tmp_path: Path) -> None:
     assert_nothing_rebuilt(regroup_repeatedly(tmp_path, 2, "cuda" if ON_GPU else "cpu", "gloo"), 2)
 
