@@ -28,6 +28,7 @@ from elasticlib.checkpoint.end_save import EndSave
 from elasticlib.checkpoint.refs import parse_folder_name
 from elasticlib.checkpoint.snapshot_slots import list_snapshots, remove_snapshots
 from elasticlib.errors import CheckpointError, CheckpointFencedError
+from elasticlib.testing.waiting import wait_until
 
 KEEP = 2
 
@@ -203,6 +204,9 @@ class History(RuleBasedStateMachine):
     def snapshot(self, steps: int) -> None:
         state = self.train(steps)
         assert self.manager.snapshot(state.step, state_of(state.step, state.value))
+        # The claim, for which no snapshot waits, must not come later: examples are repeated.
+        writer = self.manager._writer
+        wait_until("the claim", lambda: not (writer._claims or writer._work.is_running))
         self.note(state)
         self.in_memory = state
 
