@@ -233,7 +233,7 @@ class CallRejectedError(RuntimeError):
 
 
 class _Claim:
-    """One call of `SingleCall.run`."""
+    """The claim of one call of `SingleCall.run`."""
 
     def __init__(self) -> None:
         self.process, self.thread = os.getpid(), threading.get_ident()
@@ -287,15 +287,15 @@ class SingleCall:
     @property
     def is_running(self) -> bool:
         """True while a call runs."""
-        return any(claim is not None and _is_running(claim) for claim in [*self._claims.values()])
+        return bool(self._running_claims())
 
     @property
     def is_interrupted(self) -> bool:
         """True if a call runs in the calling thread, which is then in a signal handler."""
-        return any(
-            claim is not None and claim.thread == threading.get_ident() and _is_running(claim)
-            for claim in [*self._claims.values()]
-        )
+        return any(claim.thread == threading.get_ident() for claim in self._running_claims())
+
+    def _running_claims(self) -> list[_Claim]:
+        return [claim for claim in [*self._claims.values()] if claim and _is_running(claim)]
 
 
 def _is_running(claim: _Claim) -> bool:

@@ -135,7 +135,7 @@ class Committer:
 
     @property
     def _has_fence(self) -> bool:
-        """Whether it was acquired. Another writer may have taken it since then."""
+        """True if this writer has acquired the fence. Another one may have taken it since then."""
         return self._claimed[0] is self._origin
 
     def claim(self) -> None:
@@ -259,8 +259,8 @@ class Committer:
             manifest = Manifest(
                 step=named.step,
                 branch=named.branch,
-                # A restore may have begun another branch since this save began, so it is the fence
-                # that tells the line of the folder's branch.
+                # A restore during this save changes `self.line`. The fence has the line of the
+                # folder's branch.
                 line=state.line if state else fence.line,
                 files=files,
                 parts=parts,

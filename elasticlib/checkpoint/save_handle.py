@@ -48,7 +48,7 @@ still exist."""
 
 
 class ExitState:
-    """Whether this process is shutting down, so that no threads can be started."""
+    """The shutdown of this process, during which no threads can be started."""
 
     def __init__(self) -> None:
         self.has_begun = False
@@ -148,7 +148,7 @@ class SkippedSave(SaveHandle):
 
 
 class JobRunner(Protocol):
-    """What executes a job, see `writer.WriterThread`."""
+    """The thread that executes a job, see `writer.WriterThread`."""
 
     def start(self) -> bool: ...
 

@@ -13,17 +13,11 @@ import torch.distributed as dist
 from managers import GatedStorage
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import (
-    DTensor,
-    Replicate,
-    Shard,
-    _collective_utils,
-    _redistribute,
-    distribute_tensor,
-)
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from elasticlib import CheckpointManager
 from elasticlib.errors import CheckpointCorruptError, CheckpointError
+from elasticlib.in_place.group_backend import _clear_dtensor_plans
 
 
 def sharded_layers(mesh: DeviceMesh, *, bias: bool = True) -> torch.nn.Module:
@@ -135,13 +129,7 @@ def drop_sharded_state(folder: Path) -> bool:
     reference = weakref.ref(mesh)
     dist.destroy_process_group()
     del state, mesh
-    # torch has caches of its own. A regroup clears them in the same way.
-    dispatcher: Any = DTensor._op_dispatcher
-    dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
-    torch._C._clear_DTensor_sharding_propagator_cache()
-    _redistribute._gen_transform_infos.cache_clear()
-    getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()  # torch 2.15
-    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
+    _clear_dtensor_plans()  # torch's own caches, as in a regroup
     gc.collect()
     return reference() is not None
 
