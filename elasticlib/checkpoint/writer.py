@@ -86,6 +86,9 @@ class WriterThread:
     def prepare(self, work: Iterable[None]) -> None:
         """Execute steps of work in idle time, or never if no thread can be started."""
         self.idle_work.append(work)
+        self._start_idle_work()
+
+    def _start_idle_work(self) -> None:
         if not (self._work.is_running or EXIT.has_begun):
             with contextlib.suppress(RuntimeError, MemoryError):
                 self._start_thread()
@@ -93,7 +96,9 @@ class WriterThread:
     def claim(self, act: Callable[[], object]) -> None:
         """Acquire a directory for which no save waits, unless no thread can be started."""
         self._claims.append(act)
-        self.prepare(())
+        if not self.idle_work:  # The thread looks for claims after it has taken any idle work.
+            self.idle_work.append(())
+        self._start_idle_work()
 
     @property
     def is_interrupted(self) -> bool:
@@ -137,13 +142,13 @@ class WriterThread:
 
         def work() -> None:
             self._execute_jobs()
-            while idle_work and self._claims:
-                with contextlib.suppress(IndexError):
-                    self._claims.popleft()()
-                self._execute_jobs()
             while idle_work:
-                with contextlib.suppress(IndexError):
-                    for _ in idle_work.popleft():
+                with contextlib.suppress(IndexError):  # Another call replaced it.
+                    steps = idle_work.popleft()
+                    while self._claims:
+                        self._claims.popleft()()
+                        self._execute_jobs()
+                    for _ in steps:
                         self._execute_jobs()
 
         try:
