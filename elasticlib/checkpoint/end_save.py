@@ -82,7 +82,7 @@ from .refs import (
     position,
 )
 from .safetensors_header import DTYPES, ITEM_BYTES, read_head, read_meta
-from .snapshot_slots import list_snapshots, map_snapshot, read_snapshot_header
+from .snapshot_slots import list_snapshots, map_snapshot
 from .storage import (
     CHECKSUM_BYTES,
     CheckpointStorage,
@@ -550,12 +550,8 @@ class EndSave:
         if info is None or info.world_size == 1:
             limits = attrs.evolve(limits, settle_s=0.0, peers_s=0.0)  # There is nobody to wait for.
         for _, refs in sorted(by_name.items()):
-            header = read_snapshot_header(self._memory, max(refs, key=age))
-            if header is not None and header.folder:
-                location, generation = (
-                    self._storage or header.folder,
-                    info.generation if info else 0,
-                )
-                place = (self._memory, refs, header.folder, location, generation)
+            if folder := max(refs, key=age).folder:
+                generation = info.generation if info else 0
+                place = (self._memory, refs, folder, self._storage or folder, generation)
                 writers.append(StateWriter(*place, self._is_leaving, limits))
         return writers

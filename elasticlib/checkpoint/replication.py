@@ -61,7 +61,6 @@ from ..untrusted import read_fields, read_json
 from .refs import StateRef
 from .snapshot_slots import (
     HEADER_BYTES,
-    SnapshotHeader,
     SnapshotSlots,
     decode_header,
     encode_header,
@@ -69,7 +68,6 @@ from .snapshot_slots import (
     kind_of,
     lock_snapshot,
     newest_local_snapshots,
-    read_snapshot_header,
     wake_agent,
 )
 from .storage import CHECKSUM_BYTES, RunningChecksum
@@ -218,7 +216,7 @@ def _transcript(
     return HandshakeTranscript(target_nonce.hex(), sender_nonce.hex(), job)
 
 
-def send_snapshot(connection: socket.socket, handle: int, header: SnapshotHeader) -> str:
+def send_snapshot(connection: socket.socket, handle: int, ref: StateRef) -> str:
     """Send a locked snapshot, whose file has the descriptor `handle`.
 
     Returns:
@@ -228,12 +226,12 @@ def send_snapshot(connection: socket.socket, handle: int, header: SnapshotHeader
         OSError: The stream broke.
         CheckpointError: Another program truncated the file.
     """
-    connection.sendall(encode_header(header).ljust(HEADER_BYTES, b"\0"))
+    connection.sendall(encode_header(ref).ljust(HEADER_BYTES, b"\0"))
     if reason := _receive_reply(connection):
         return reason
     checksum, offset = RunningChecksum(), HEADER_BYTES
     # The last entry of the pack is the checksum of what precedes it, and is zero in this memory.
-    for chunk in iter_chunks(handle, header.size - CHECKSUM_BYTES, CHUNK_BYTES):
+    for chunk in iter_chunks(handle, ref.size - CHECKSUM_BYTES, CHUNK_BYTES):
         checksum.add(chunk)
         end = offset + len(chunk)
         while offset < end:
@@ -436,13 +434,13 @@ class ReplicaReceiver:
         send_reply(connection, reason)
         wake_agent(self._attempt_dir)
 
-    def _slots_for(self, rank: int, header: SnapshotHeader) -> SnapshotSlots:
+    def _slots_for(self, rank: int, header: StateRef) -> SnapshotSlots:
         """Return the slots for snapshots of this name and part from the node `rank`.
 
         Raises:
             CheckpointError: there is not enough memory for a snapshot with this header.
         """
-        kind = rank, (header.name, header.part)
+        kind = rank, kind_of(header)
         slots = self._slots.setdefault(kind, SnapshotSlots(self._attempt_dir, owner=str(rank)))
         slots.make_folder()
         try:
@@ -547,11 +545,10 @@ class ReplicaSender:
     def _send(self, connection: socket.socket, ref: StateRef) -> None:
         memory, kind = self._attempt_dir.parent, kind_of(ref)
         with lock_snapshot(memory, ref) as handle:
-            header = read_snapshot_header(memory, ref)
-            if handle is None or header is None:
+            if handle is None:
                 return  # A newer snapshot replaces it.
-            reason = send_snapshot(connection, handle, header)
-        self._offered[kind] = header.sequence
+            reason = send_snapshot(connection, handle, ref)
+        self._offered[kind] = ref.number
         if reason:
             # The next snapshot is offered, because there may be memory for it.
             self._log_once(f"node {self._target} does not store a snapshot replica: {reason}")
