@@ -40,7 +40,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 
@@ -60,6 +60,11 @@ from .refs import (
 )
 from .safetensors_header import round_up
 from .storage import new_memory
+
+if TYPE_CHECKING:  # Agents import this module, and some of these import torch.
+    from .pack import PackImage
+    from .save_handle import LocalSave
+    from .tensor_layout import CudaPageLock
 
 log = logging.getLogger("elasticlib.checkpoint")
 
@@ -226,7 +231,7 @@ class MappedSlot(Slot):
     is_used: bool = False  # A state was copied here, or the slot is closed.
     # The layout of the last state here, and the views of the memory that belong to it.
     views: tuple[Any, list[Any]] | None = None
-    page_lock: PageLock | None = None  # set if tensors are copied here from a GPU
+    page_lock: CudaPageLock | None = None  # set if tensors are copied here from a GPU
 
     @classmethod
     def open(cls, path: Path, size: int = 0) -> MappedSlot:
@@ -315,30 +320,6 @@ class MappedSlot(Slot):
             self.memory.close()
 
 
-class PageLock(Protocol):
-    """The lock of the pages of a slot, see `tensor_layout.lock_pages`."""
-
-    def release(self) -> None: ...
-
-
-class Image(Protocol):
-    """A state that is copied to a slot, see `pack.PackImage`."""
-
-    @property
-    def size(self) -> int: ...
-
-    def copy_to_slot(self, slot: MappedSlot) -> None: ...
-
-
-class Job(Protocol):
-    """A save that is written from a slot, which it reserves; see `save_handle.LocalSave`."""
-
-    slot: MappedSlot | None
-
-    def settle(self) -> None:
-        """Wait until the save is finished."""
-
-
 class SnapshotSlots:
     """The slots of one writer in the directory of an attempt. No two writers share a slot.
 
@@ -355,7 +336,7 @@ class SnapshotSlots:
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str] | None, owner: str = "", jobs: Iterable[Job] = ()
+        self, folder: str | os.PathLike[str] | None, owner: str = "", jobs: Iterable[LocalSave] = ()
     ) -> None:
         self._folder = None if folder is None else Path(folder)
         kind = f"{REPLICA_PREFIX}.{owner}" if owner else LOCAL_PREFIX
@@ -385,7 +366,7 @@ class SnapshotSlots:
             raise
         self.complete(slot, header, text)
 
-    def copy(self, image: Image, header: StateRef | None = None) -> MappedSlot:
+    def copy(self, image: PackImage, header: StateRef | None = None) -> MappedSlot:
         """Copy a state to a slot.
 
         Args:
@@ -828,8 +809,13 @@ def remove_superseded(memory: str | os.PathLike[str], refs: Sequence[StateRef], 
     return not earlier
 
 
-def remove_incomplete(memory: str | os.PathLike[str], era: int) -> None:
-    """Free the slots of earlier attempts whose writers were killed in the middle of a snapshot."""
+def remove_leftovers(memory: str | os.PathLike[str], era: int) -> None:
+    """Free what nobody needs when the workers of the attempt `era` start.
+
+    These are slots of earlier attempts whose writers were killed in the middle of a snapshot, and
+    old snapshots.
+    """
+    remove_snapshots(memory, without_old_copies(list_snapshots(memory)))
     for path in _slot_paths(memory):
         if int(path.parent.name) >= era:
             continue
@@ -838,8 +824,3 @@ def remove_incomplete(memory: str | os.PathLike[str], era: int) -> None:
             is_locked = _try_lock(handle, fcntl.LOCK_EX)
             if is_locked and decode_header(os.pread(handle, HEADER_BYTES, 0)) is None:
                 path.unlink()
-
-
-def remove_old_copies(memory: str | os.PathLike[str]) -> None:
-    """Free the snapshots that nobody needs when workers start again."""
-    remove_snapshots(memory, without_old_copies(list_snapshots(memory)))

@@ -172,7 +172,7 @@ def test_a_manager_that_is_closed_or_dies_before_its_first_snapshot_leaves_no_me
     left = CheckpointManager(tmp_path / "disk")
     left.restore(state)
     wait_until("the slot for the next snapshot", lambda: [*generation_memory.glob("own.*")])
-    snapshot_slots.remove_incomplete(generation_memory.parent, 2)
+    snapshot_slots.remove_leftovers(generation_memory.parent, 2)
     assert [*generation_memory.glob("own.*")] == []
     left.close()
 

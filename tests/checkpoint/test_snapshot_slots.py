@@ -102,13 +102,6 @@ def test_snapshots_of_earlier_attempts_are_freed_once_the_new_attempt_is_complet
     assert freed([old, replica, new], new) == {old, replica}
 
 
-def test_two_snapshots_of_each_part_are_needed() -> None:
-    old = snapshot(OLD, 5, parts=2, part=0)
-    new = [snapshot(NEW, step, base=old, parts=2, part=0) for step in (5, 6, 7)]
-    assert freed([old, *new[:2]], new[0]) == set()
-    assert freed([old, *new], new[0]) == {old}
-
-
 def test_at_a_start_the_newest_snapshots_of_each_branch_and_part_are_kept() -> None:
     first = [snapshot(OLD, step) for step in (3, 4, 5)]
     after = [snapshot(NEW, step, base=first[0]) for step in (4, 5)]

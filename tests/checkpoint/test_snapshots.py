@@ -201,21 +201,6 @@ def test_a_worker_without_the_directory_of_its_agent_gets_an_error(agent: AgentM
         )
 
 
-def test_a_slot_is_not_written_while_it_is_read(agent: AgentMemory) -> None:
-    worker = agent.worker(1)
-    worker.snapshot(1, state(1))
-    (found,) = snapshot_slots.list_snapshots(agent.folder)
-    with snapshot_slots.map_snapshot(agent.folder, found) as view:
-        assert view is not None
-        for step in (2, 3, 4):
-            worker.snapshot(step, state(step))
-        assert unpack(memoryview(bytearray(view)))["step"] == 1
-    worker.snapshot(5, state(5))
-    worker.snapshot(6, state(6))
-    with snapshot_slots.map_snapshot(agent.folder, found) as view:
-        assert view is None, "the slot has a later snapshot by now"
-
-
 def test_an_error_of_a_reader_is_raised_although_it_references_the_snapshot(
     agent: AgentMemory,
 ) -> None:
@@ -291,8 +276,7 @@ def test_a_restart_uses_no_more_slots_than_documented(
     monkeypatch.setattr(PackImage, "copy_to", count_files_and_copy)
     for era in (2, 3):
         worker = agent.worker(era)
-        snapshot_slots.remove_incomplete(agent.folder, era)
-        snapshot_slots.remove_old_copies(agent.folder)
+        snapshot_slots.remove_leftovers(agent.folder, era)
         newest = steps(worker)[0]
         for step in range(newest + 1, newest + 5):
             make_snapshot(worker, step, parts)
