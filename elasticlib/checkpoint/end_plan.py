@@ -160,19 +160,3 @@ def list_parts(
 def _data_name(part: int | None, attempt: int) -> str:
     stem, dot, suffix = part_name(part).partition(".")
     return f"{stem}.{attempt}{dot}{suffix}" if attempt else part_name(part)
-
-
-def describe_difference(digests: Collection[str], step: int) -> str:
-    """Describe the loss if ranks had different values in a state that was written, else ''.
-
-    Args:
-        digests: the digests of the values of all ranks, as far as they are known.
-        step: the step of the state.
-    """
-    if len(digests) < 2:
-        return ""
-    return (
-        f"step {step} was written with the values of one rank only. Other ranks had other plain "
-        "values or generators, which are lost: make them equal on all ranks, or name them in "
-        "CheckpointManager(..., per_rank=(...))"
-    )

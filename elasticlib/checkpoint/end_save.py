@@ -64,7 +64,6 @@ from .end_plan import (
     Held,
     Put,
     Timeouts,
-    describe_difference,
     folder_of,
     is_end_folder,
     list_parts,
@@ -82,7 +81,7 @@ from .refs import (
     position,
 )
 from .safetensors_header import DTYPES, ITEM_BYTES, read_head, read_meta
-from .snapshot_slots import list_snapshots, map_snapshot, read_snapshot_header
+from .snapshot_slots import list_snapshots, map_snapshot
 from .storage import (
     CHECKSUM_BYTES,
     CheckpointStorage,
@@ -169,16 +168,6 @@ def _read_data_file(storage: CheckpointStorage, folder: str, name: str, size: in
         ) from error
 
 
-def _read_data_shards(storage: CheckpointStorage, path: str) -> list[TensorShard]:
-    """Return the shards in a durable part."""
-
-    def read_first(size: int) -> bytes:
-        buffer = bytearray(size)
-        return bytes(buffer[: storage.read_into(path, memoryview(buffer))])
-
-    return read_shards(read_meta(read_head(read_first)))
-
-
 # -- one agent's work ------------------------------------------------------------------------------
 
 
@@ -191,11 +180,10 @@ class StateWriter:
 
     memory: Path  # the directory of the agent's snapshots
     refs: Sequence[StateRef]  # the snapshots of the name
-    folder: str  # the checkpoint directory, as the newest snapshot names it
-    location: str | CheckpointStorage  # the same, unless the caller has given another one
     generation: int  # of the last workers
     is_leaving: bool  # see `EndSave`
     limits: Timeouts
+    storage: CheckpointStorage | None = None  # see `EndSave`
     growth: Growth = attrs.field(factory=Growth)
     saved_step: int | None = None  # the step that an agent has written
     _states: list[tuple[StateRef, ...]] | None = None  # newest first; None: not listed yet
@@ -210,6 +198,16 @@ class StateWriter:
     _catalog: CheckpointCatalog = attrs.field(init=False)
     _committer: Committer = attrs.field(init=False)
     _line: Line = ()
+
+    @property
+    def latest(self) -> StateRef:
+        """The snapshot that was made last."""
+        return max(self.refs, key=lambda ref: (ref.writer.order, ref.number))
+
+    @property
+    def folder(self) -> str:
+        """The checkpoint directory; empty if there is none."""
+        return self.latest.folder
 
     def advance(self) -> Put | Commit | Done | None:
         """Do one step and return it. Return None if there is nothing to do for `poll_s`."""
@@ -234,7 +232,7 @@ class StateWriter:
 
     def describe_failure(self, reason: str) -> str:
         """Return the error message for states that were not written."""
-        newest = self._states[0][0] if self._states else max(self.refs, key=age)
+        newest = self._states[0][0] if self._states else self.latest
         return f"the snapshot of step {newest.step} was not written to {self.folder}: {reason}"
 
     def describe_difference(self) -> str:
@@ -242,9 +240,13 @@ class StateWriter:
         for refs in self._states or ():
             if refs[0].step == self.saved_step:
                 own = {ref.values for ref in refs if ref.values}
-                digests = own | self._values.get(folder_of(refs[0]), set())
-                text = describe_difference(digests, refs[0].step)
-                return f"{self.folder}: {text}" if text else ""
+                if len(own | self._values.get(folder_of(refs[0]), set())) > 1:
+                    return (
+                        f"{self.folder}: step {self.saved_step} was written with the values of one "
+                        "rank only. Other ranks had other plain values or generators, which are "
+                        "lost: make them equal on all ranks, or name them in "
+                        "CheckpointManager(..., per_rank=(...))"
+                    )
         return ""
 
     def _note_error(self, error: Exception) -> Done | None:
@@ -298,9 +300,9 @@ class StateWriter:
 
     def _begin(self) -> None:
         """Find the states that can be written."""
-        self._storage = open_storage(self.location)
+        self._storage = self.storage or open_storage(self.folder)
         self._catalog = CheckpointCatalog(self._storage)
-        refs, latest = self._catalog.list_refs(), max(self.refs, key=age).writer
+        refs, latest = self._catalog.list_refs(), self.latest.writer
         fence = self._catalog.known_fence()
         self._line = line_now(fence, [*self.refs, *refs], latest.launch)
         # Workers of the last generation may have exited before they made a snapshot.
@@ -386,8 +388,14 @@ class StateWriter:
         return is_enough
 
     def _shards_in(self, path: str) -> list[TensorShard]:
+        """Return the shards in a durable part."""
+
+        def read_first(size: int) -> bytes:
+            buffer = bytearray(size)
+            return bytes(buffer[: self._storage.read_into(path, memoryview(buffer))])
+
         if path not in self._shards:
-            self._shards[path] = _read_data_shards(self._storage, path)
+            self._shards[path] = read_shards(read_meta(read_head(read_first)))
         return self._shards[path]
 
     # -- doing it -------------------------------------------------------------------------------
@@ -426,11 +434,6 @@ class StateWriter:
         log.info("step %d was written to %s, from the last snapshot", ref.step, self.folder)
         for name in self._storage.list_files(folder).keys() - {*named, MANIFEST_NAME, PIN_NAME}:
             self._storage.remove(f"{folder}/{name}")
-
-
-def age(ref: StateRef) -> tuple[tuple[int, int], int]:
-    """Return a key that is larger for a newer snapshot of one launch."""
-    return ref.writer.order, ref.number
 
 
 class EndSave:
@@ -546,16 +549,9 @@ class EndSave:
         by_name: dict[str, list[StateRef]] = {}
         for ref in list_snapshots(self._memory):
             by_name.setdefault(ref.name, []).append(ref)
-        limits, info, writers = self._limits, self._info, []
-        if info is None or info.world_size == 1:
+        limits, generation = self._limits, self._info.generation if self._info else 0
+        if self._info is None or self._info.world_size == 1:
             limits = attrs.evolve(limits, settle_s=0.0, peers_s=0.0)  # There is nobody to wait for.
-        for _, refs in sorted(by_name.items()):
-            header = read_snapshot_header(self._memory, max(refs, key=age))
-            if header is not None and header.folder:
-                location, generation = (
-                    self._storage or header.folder,
-                    info.generation if info else 0,
-                )
-                place = (self._memory, refs, header.folder, location, generation)
-                writers.append(StateWriter(*place, self._is_leaving, limits))
-        return writers
+        rest = (generation, self._is_leaving, limits, self._storage)
+        writers = (StateWriter(self._memory, refs, *rest) for _, refs in sorted(by_name.items()))
+        return [writer for writer in writers if writer.folder]

@@ -1,16 +1,26 @@
-"""Read a state that is not sharded once on each node, into memory that its ranks share."""
+"""Read a state that is not sharded once on each node, into memory that its ranks share.
+
+The memory is an anonymous file (memfd), which lives as long as a process has it open or mapped, so
+that a process that is killed leaves nothing behind. It is sealed: once it is filled, neither its
+size nor its bytes can change, and reading it cannot end in SIGBUS.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import mmap
+import os
+import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import attrs
-
-from .node_memory import NodeMemory, allocate_node_memory, map_offer, read_offer
+from ..untrusted import open_regular_file
 
 if TYPE_CHECKING:
     from .restore import RestorePlan, StateSearch
+
+_ACCESS = mmap.PROT_READ | mmap.PROT_WRITE
 
 
 class NodeReading:
@@ -76,7 +86,10 @@ class NodeReading:
         ref = self._plan.holders[0][self._search.group.rank]
         source = self._search.source(ref)
         if is_shared:
-            self._memory = allocate_node_memory(source.size_of(ref))
+            size = source.size_of(ref)
+            # Without it, each rank reads for itself: there is no room, or this system has none.
+            with contextlib.suppress(OSError, OverflowError, ValueError):
+                self._memory = NodeMemory(size)
         if self._memory is None:
             pack = source.view(ref)
             source.check(ref)
@@ -84,9 +97,81 @@ class NodeReading:
             source.read_into(ref, self._memory.buffer)
             pack = self._memory.seal()
         self.pack = pack
-        return self._fingerprint(pack), self._memory and attrs.astuple(self._memory.offer)
+        return self._fingerprint(pack), self._memory and self._memory.offer
 
     def _map_or_read(self, digest: str, offer: Any) -> tuple[str, Any]:
         """Map the memory that another rank has offered, or read the pack; see `_read_pack`."""
-        self.pack = None if offer is None else map_offer(read_offer(offer))
+        self.pack = None if offer is None else map_offer(*offer)
         return (digest, None) if self.pack is not None else self._read_pack(is_shared=False)
+
+
+class NodeMemory:
+    """Memory of some size, which this process fills before it offers it to others.
+
+    Not thread-safe. `close` must be called; views of the memory stay valid afterwards.
+    """
+
+    def __init__(self, size: int) -> None:
+        """Allocate the memory.
+
+        Raises:
+            OSError: There is no room for it.
+        """
+        name = f"elasticlib-restore-{secrets.token_hex(16)}"
+        self._handle = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            # The pages are allocated here: a lack of memory must not show when they are accessed.
+            os.posix_fallocate(self._handle, 0, size)
+            fcntl.fcntl(self._handle, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            self._filled = mmap.mmap(self._handle, size, mmap.MAP_SHARED, _ACCESS)
+        except BaseException:
+            os.close(self._handle)
+            raise
+        self.buffer = memoryview(self._filled)  # to be filled, until `seal` is called
+        # What another process of this node needs to map the memory, see `map_offer`.
+        self.offer = (os.getpid(), self._handle, name, size)
+
+    def seal(self) -> memoryview:
+        """Make the bytes final, and return a view of them as `map_offer` does."""
+        self._unmap()
+        fcntl.fcntl(self._handle, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL)
+        return _map_private(self._handle, self.offer[-1])
+
+    def close(self) -> None:
+        """Withdraw the offer. The memory is freed with the last view of it, in any process."""
+        os.close(self._handle)
+        # It is still mapped if it was not filled. The traceback of that error may refer to slices.
+        with contextlib.suppress(BufferError):
+            self._unmap()
+
+    def _unmap(self) -> None:
+        self.buffer.release()
+        self._filled.close()
+
+
+def map_offer(pid: int, descriptor: int, name: str, size: int) -> memoryview | None:
+    """Return the memory that a process has offered and sealed, or None if this one cannot reach it.
+
+    The view is writable. What is written changes neither the memory nor any other view.
+
+    Args:
+        pid: the process.
+        descriptor: of the memory, in that process.
+        name: the random name of the memory, because elsewhere the other two may mean another file.
+        size: in bytes.
+    """
+    with (
+        contextlib.suppress(OSError, ValueError),
+        open_regular_file(f"/proc/{pid}/fd/{descriptor}", follow_link=True) as handle,
+    ):
+        # In a container with processes of its own, or on another host of the same name, the number
+        # of the process may be that of another one.
+        target = os.readlink(f"/proc/self/fd/{handle}")
+        is_sealed = fcntl.fcntl(handle, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE
+        if target.startswith(f"/memfd:{name}") and is_sealed:
+            return _map_private(handle, size)
+    return None
+
+
+def _map_private(handle: int, size: int) -> memoryview:
+    return memoryview(mmap.mmap(handle, size, mmap.MAP_PRIVATE, _ACCESS))

@@ -128,7 +128,10 @@ class StateRef:
     saved_at: float = 0.0  # Unix time of the writer's clock, for display
     world_size: int = 0  # ranks of the job that saved it; 0 if it is unknown
     epoch: int = 0  # see `Fence.epoch`
-    values: str = ""  # digest of the values that rank 0 would save for all ranks
+    # Digest of the values that rank 0 would save for all ranks; empty if this part lacks them, or
+    # has those of one rank.
+    values: str = ""
+    folder: str = ""  # where a snapshot is written if the job ends without it; empty: nowhere
 
     @property
     def state(self) -> StateKey:

@@ -32,7 +32,6 @@ import contextlib
 import hashlib
 import json
 import logging
-import os
 import secrets
 import shutil
 import socket
@@ -61,7 +60,6 @@ from ..untrusted import read_fields, read_json
 from .refs import StateRef
 from .snapshot_slots import (
     HEADER_BYTES,
-    SnapshotHeader,
     SnapshotSlots,
     decode_header,
     encode_header,
@@ -69,7 +67,6 @@ from .snapshot_slots import (
     kind_of,
     lock_snapshot,
     newest_local_snapshots,
-    read_snapshot_header,
     wake_agent,
 )
 from .storage import CHECKSUM_BYTES, RunningChecksum
@@ -218,7 +215,7 @@ def _transcript(
     return HandshakeTranscript(target_nonce.hex(), sender_nonce.hex(), job)
 
 
-def send_snapshot(connection: socket.socket, handle: int, header: SnapshotHeader) -> str:
+def send_snapshot(connection: socket.socket, handle: int, ref: StateRef) -> str:
     """Send a locked snapshot, whose file has the descriptor `handle`.
 
     Returns:
@@ -228,19 +225,14 @@ def send_snapshot(connection: socket.socket, handle: int, header: SnapshotHeader
         OSError: The stream broke.
         CheckpointError: Another program truncated the file.
     """
-    connection.sendall(encode_header(header).ljust(HEADER_BYTES, b"\0"))
+    connection.sendall(encode_header(ref).ljust(HEADER_BYTES, b"\0"))
     if reason := _receive_reply(connection):
         return reason
-    checksum, offset = RunningChecksum(), HEADER_BYTES
+    checksum = RunningChecksum()
     # The last entry of the pack is the checksum of what precedes it, and is zero in this memory.
-    for chunk in iter_chunks(handle, header.size - CHECKSUM_BYTES, CHUNK_BYTES):
+    for chunk in iter_chunks(handle, ref.size - CHECKSUM_BYTES, CHUNK_BYTES):
         checksum.add(chunk)
-        end = offset + len(chunk)
-        while offset < end:
-            sent = os.sendfile(connection.fileno(), handle, offset, end - offset)
-            if not sent:
-                raise CheckpointError("the snapshot was truncated while it was sent")
-            offset += sent
+        connection.sendall(chunk)
     connection.sendall(checksum.encode())
     return _receive_reply(connection)
 
@@ -436,13 +428,13 @@ class ReplicaReceiver:
         send_reply(connection, reason)
         wake_agent(self._attempt_dir)
 
-    def _slots_for(self, rank: int, header: SnapshotHeader) -> SnapshotSlots:
+    def _slots_for(self, rank: int, header: StateRef) -> SnapshotSlots:
         """Return the slots for snapshots of this name and part from the node `rank`.
 
         Raises:
             CheckpointError: there is not enough memory for a snapshot with this header.
         """
-        kind = rank, (header.name, header.part)
+        kind = rank, kind_of(header)
         slots = self._slots.setdefault(kind, SnapshotSlots(self._attempt_dir, owner=str(rank)))
         slots.make_folder()
         try:
@@ -461,7 +453,10 @@ class ReplicaReceiver:
 
 
 class ReplicaSender:
-    """Sends the newest snapshots in `attempt_dir` to the node `target`, in one generation."""
+    """Sends the newest snapshots in `attempt_dir` to the node `target`, in one generation.
+
+    Its owner starts `thread`, and sets `news` when there may be a new snapshot.
+    """
 
     def __init__(
         self, info: RendezvousInfo, target: int, attempt_dir: Path, secret: bytes | None
@@ -474,23 +469,15 @@ class ReplicaSender:
         self._has_failed = False  # whether the last attempt to connect or send failed
         self._logged = ""  # the last message, which is not logged twice
         self._stopped = threading.Event()
-        self._news = threading.Event()  # there may be a snapshot that was not offered
-        self._thread = daemon_thread(self._run, f"agent-replicas-to-{target}")
-
-    def start(self) -> None:
-        """Start the thread that sends."""
-        self._thread.start()
-
-    def wake(self) -> None:
-        """Make the thread look for a new snapshot."""
-        self._news.set()
+        self.news = threading.Event()  # there may be a snapshot that was not offered
+        self.thread = daemon_thread(self._run, f"agent-replicas-to-{target}")
 
     def flush(self, timeout_s: float) -> None:
         """Wait until the target has stored or refused the newest snapshots, or cannot be reached.
 
         The wait also ends after `timeout_s`.
         """
-        self.wake()
+        self.news.set()
         deadline = monotonic() + timeout_s
         while self._unsent() and not self._has_failed and monotonic() < deadline:
             self._stopped.wait(FLUSH_POLL_INTERVAL_S)
@@ -498,13 +485,9 @@ class ReplicaSender:
     def stop(self) -> None:
         """Send no more. A snapshot that is being sent is interrupted."""
         self._stopped.set()
-        self._news.set()
+        self.news.set()
         if (connection := self._connection) is not None:
             _shut_down(connection)
-
-    def join(self) -> None:
-        """Wait up to `JOIN_TIMEOUT_S` for the thread to exit. Call `stop` first."""
-        self._thread.join(JOIN_TIMEOUT_S)
 
     def _run(self) -> None:
         while not self._stopped.is_set():
@@ -532,10 +515,10 @@ class ReplicaSender:
             endpoint, self._info.rank, exchange_prefix=exchange_prefix, secret=self._secret
         ) as connection:
             self._connection, self._has_failed = connection, False
-            self._news.set()
+            self.news.set()
             while not self._stopped.is_set():
-                self._news.wait()
-                self._news.clear()
+                self.news.wait()
+                self.news.clear()
                 for ref in self._unsent():
                     self._send(connection, ref)
 
@@ -547,11 +530,10 @@ class ReplicaSender:
     def _send(self, connection: socket.socket, ref: StateRef) -> None:
         memory, kind = self._attempt_dir.parent, kind_of(ref)
         with lock_snapshot(memory, ref) as handle:
-            header = read_snapshot_header(memory, ref)
-            if handle is None or header is None:
+            if handle is None:
                 return  # A newer snapshot replaces it.
-            reason = send_snapshot(connection, handle, header)
-        self._offered[kind] = header.sequence
+            reason = send_snapshot(connection, handle, ref)
+        self._offered[kind] = ref.number
         if reason:
             # The next snapshot is offered, because there may be memory for it.
             self._log_once(f"node {self._target} does not store a snapshot replica: {reason}")

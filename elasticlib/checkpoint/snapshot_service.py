@@ -43,8 +43,7 @@ from .snapshot_slots import (
     kind_of,
     list_snapshots,
     newest_local_snapshots,
-    remove_incomplete,
-    remove_old_copies,
+    remove_leftovers,
     remove_superseded,
     wake_agent,
 )
@@ -82,7 +81,7 @@ class ReplicationSession:
         address: str,
     ) -> None:
         self._info, self._address = info, address
-        self._store, self._rank = info.store, info.rank
+        self._store, self._rank = require_not_none(info.store, "the store"), info.rank
         self._exchange_prefix = info.exchange_prefix
         self._num_nodes, self._num_workers = info.world_size, num_workers
         self._attempt_dir = attempt_dir
@@ -92,8 +91,7 @@ class ReplicationSession:
         self._senders = [ReplicaSender(info, target, attempt_dir, secret) for target in targets]
         self._thread = daemon_thread(self._run, "agent-snapshots")
         self._is_stopped = False
-        self._endpoint: ReplicaEndpoint | None = None  # once this node receives snapshots
-        self._is_endpoint_published = False
+        self._endpoint: ReplicaEndpoint | None = None  # which is not published yet
         self._is_replication_published = False
         self._is_cleared = False  # no snapshot of an earlier attempt is left
 
@@ -117,7 +115,7 @@ class ReplicationSession:
             self._close_pipe()
             raise
         for sender in self._senders:
-            sender.start()
+            sender.thread.start()
         self._thread.start()
 
     def _receive(self) -> None:
@@ -151,7 +149,7 @@ class ReplicationSession:
             sender.stop()
         self._receiver.stop()
         for sender in self._senders:
-            sender.join()
+            sender.thread.join(JOIN_TIMEOUT_S)
         self._thread.join(JOIN_TIMEOUT_S)
 
     def _open_pipe(self) -> int:
@@ -166,7 +164,7 @@ class ReplicationSession:
     def _run(self) -> None:
         while not self._is_stopped:
             for sender in self._senders:
-                sender.wake()
+                sender.news.set()
             try:
                 self._publish_endpoint()
                 self._free_superseded()
@@ -185,10 +183,10 @@ class ReplicationSession:
         self._close_pipe()
 
     def _publish_endpoint(self) -> None:
-        if self._endpoint is not None and not self._is_endpoint_published:
+        if self._endpoint is not None:
             key = endpoint_key(self._exchange_prefix, self._rank)
-            require_not_none(self._store, "the store").set(key, self._endpoint.encode())
-            self._is_endpoint_published = True
+            self._store.set(key, self._endpoint.encode())
+            self._endpoint = None
 
     def _free_superseded(self) -> None:
         """Free the snapshots of earlier attempts, once the job cannot need them any more.
@@ -210,15 +208,14 @@ class ReplicationSession:
         This method publishes it for this node, once each worker has a snapshot and all targets have
         stored a snapshot of each kind in `own`.
         """
-        store = require_not_none(self._store, "the store")
         prefix = f"{self._exchange_prefix}snapshots/replicated/"
         if not self._is_replication_published:
             is_stored = all(own <= sender.stored for sender in self._senders)
             if len(own) < self._num_workers or not is_stored:
                 return False
-            store.set(f"{prefix}{self._rank}", b"")
+            self._store.set(f"{prefix}{self._rank}", b"")
             self._is_replication_published = True
-        return len(store.list(prefix).entries) == self._num_nodes
+        return len(self._store.list(prefix).entries) == self._num_nodes
 
 
 class NodeSnapshotService(SnapshotService):
@@ -256,8 +253,7 @@ class NodeSnapshotService(SnapshotService):
         if attempt_dir is None:
             return  # The workers keep no snapshots. Earlier ones stay for `close`.
         self._attempt_dir = attempt_dir
-        remove_incomplete(attempt_dir.parent, int(attempt_dir.name))
-        remove_old_copies(attempt_dir.parent)
+        remove_leftovers(attempt_dir.parent, int(attempt_dir.name))
         if not self._replicas or info.world_size == 1:
             return
         if info.store is None or not info.exchange_prefix:
@@ -286,7 +282,7 @@ class NodeSnapshotService(SnapshotService):
     def on_workers_stopped(self) -> None:
         if self._attempt_dir is not None and self._helping is None:
             # A node that leaves may need parts that are here, and waits for this node to write.
-            self._helping = self._create_end_save(self._attempt_dir, leaves=False)
+            self._helping = EndSave(self._attempt_dir.parent, self._info, is_leaving=False)
             daemon_thread(self._helping.run, "agent-helps").start()
 
     def on_job_ended(self) -> None:
@@ -298,7 +294,7 @@ class NodeSnapshotService(SnapshotService):
         self._stop()
         problem = ""
         if flush and self._attempt_dir is not None:
-            end_save = self._create_end_save(self._attempt_dir, leaves=True)
+            end_save = EndSave(self._attempt_dir.parent, self._info)
             problem = end_save.run(cancel_reason=cancel_reason)
             self.saved_step = end_save.saved
         if self._has_job_ended:
@@ -317,9 +313,6 @@ class NodeSnapshotService(SnapshotService):
         deadline = monotonic() + RELEASE_TIMEOUT_S
         while thread.is_alive() and monotonic() < deadline and not cancel_reason():
             thread.join(0.1)
-
-    def _create_end_save(self, attempt_dir: Path, *, leaves: bool) -> EndSave:
-        return EndSave(attempt_dir.parent, self._info, is_leaving=leaves)
 
     def _stop(self) -> None:
         if self._helping is not None:

@@ -8,8 +8,8 @@ for the other.
 
 Only the thread that copies changes the list of slots, so there is no lock. If an exception of a
 signal handler interrupted a call, the next one reads the list from the headers again, as a new
-process would. The writer thread allocates a spare slot in idle time, which is not in the list until
-a copy takes it.
+process would. If no slot is free for the next snapshot, one is created without memory, and the
+writer thread gives it memory in idle time, until a copy uses it.
 
 A save copies the state into a slot, too, and reserves it until it is written to the disk. The slot
 has no header unless the copy is also a snapshot. Without an agent, or if its memory is full, the
@@ -40,7 +40,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 
@@ -60,6 +60,11 @@ from .refs import (
 )
 from .safetensors_header import round_up
 from .storage import new_memory
+
+if TYPE_CHECKING:  # Agents import this module, and some of these import torch.
+    from .pack import PackImage
+    from .save_handle import LocalSave
+    from .tensor_layout import CudaPageLock
 
 log = logging.getLogger("elasticlib.checkpoint")
 
@@ -90,54 +95,9 @@ _OUT_OF_MEMORY = (errno.ENOSPC, errno.ENOMEM)
 # -- headers: pure ---------------------------------------------------------------------------------
 
 
-@attrs.frozen
-class SnapshotHeader:
-    """The description of a snapshot in the first pages of its slot."""
-
-    name: str  # of the kind of snapshot, if a program has several managers
-    step: int
-    sequence: int  # number of the snapshot, counted from 1 by its writer
-    size: int  # of the pack after the header, in bytes
-    writer: Writer
-    line: Line  # the newest branches; the last one is that of the snapshot
-    part: int = 0  # number of the rank's part, if the state is sharded
-    parts: int = 1  # number of the parts of the state
-    folder: str = ""  # where the snapshot is written when the job ends without it; empty: nowhere
-    sharded: bool = False  # whether the pack is a rank's part of a sharded state, even the only one
-    # Digest of the values that rank 0 would save for all ranks; empty if the pack lacks them, or
-    # has those of one rank.
-    values: str = ""
-    saved_at: float = 0.0  # Unix time of the writer's clock, for display
-    copy: int = 0  # see `StateRef`; a replica has the header of the original
-
-    @property
-    def num_retained(self) -> int:
-        """The number of complete snapshots that stay while another one is written."""
-        return num_retained(self.parts)
-
-    def ref(self, place: str) -> StateRef:
-        """Return the state in a slot with this header.
-
-        Args:
-            place: the path of the slot in the agent's memory.
-        """
-        is_own = place.rpartition("/")[2].startswith(f"{LOCAL_PREFIX}.")
-        return StateRef(
-            branch=self.line[-1].id,
-            step=self.step,
-            name=self.name,
-            parts=self.parts if self.sharded else 0,
-            part=self.part if self.sharded else None,
-            copy=self.copy + (not is_own),
-            writer=self.writer,
-            line=self.line,
-            tier=MEMORY if is_own else REPLICA,
-            place=place,
-            number=self.sequence,
-            size=self.size,
-            saved_at=self.saved_at,
-            values=self.values,
-        )
+# The fields of a snapshot that its header has. The others follow from these and from its file.
+_IDENTITY = ("name", "step", "part", "parts", "copy", "number")
+_FIELDS = (*_IDENTITY, "size", "saved_at", "values", "folder")
 
 
 @lru_cache(maxsize=16)
@@ -146,30 +106,31 @@ def _encode_origin(writer: Writer, line: Line) -> str:
     return f'"writer":{_compact(to_json(writer))},"line":{_compact(to_json(line))}'
 
 
-_FIELDS = tuple(
-    field.name for field in attrs.fields(SnapshotHeader) if field.name not in ("writer", "line")
-)
-
-
-def encode_header(header: SnapshotHeader) -> bytes:
-    """Encode a header.
+def encode_header(snapshot: StateRef) -> bytes:
+    """Encode the header of a snapshot. The header of a replica is that of the original.
 
     Raises:
         CheckpointError: The header has more than `HEADER_BYTES`.
     """
-    fields = _compact({name: getattr(header, name) for name in _FIELDS})
-    origin = _encode_origin(header.writer, header.line)
+    fields = _compact({name: getattr(snapshot, name) for name in _FIELDS})
+    origin = _encode_origin(snapshot.writer, snapshot.line)
     text = f"{fields[:-1]},{origin}}}".encode(errors="surrogateescape")  # A path may not be UTF-8.
     if _HEAD.size + len(text) > HEADER_BYTES:
         raise CheckpointError(
             f"the header of a snapshot has at most {HEADER_BYTES} bytes, and that of step "
-            f"{header.step} has {_HEAD.size + len(text)}: use a shorter path than {header.folder!r}"
+            f"{snapshot.step} has {_HEAD.size + len(text)}: use a shorter path than "
+            f"{snapshot.folder!r}"
         )
     return _HEAD.pack(_MAGIC, len(text), zlib.crc32(text)) + text
 
 
-def decode_header(page: bytes | memoryview) -> SnapshotHeader | None:
-    """Return the header in the first bytes of a slot, or None if there is no complete one."""
+def decode_header(page: bytes | memoryview, place: str = f"{LOCAL_PREFIX}.") -> StateRef | None:
+    """Return the snapshot with the header in the first bytes of a slot, or None if there is none.
+
+    Args:
+        page: the first `HEADER_BYTES` of the slot.
+        place: the path of the slot in the agent's memory.
+    """
     if len(page) < _HEAD.size:
         return None
     magic, length, crc32 = _HEAD.unpack_from(page)
@@ -177,22 +138,24 @@ def decode_header(page: bytes | memoryview) -> SnapshotHeader | None:
     if magic != _MAGIC or len(text) != length or crc32 != zlib.crc32(text):
         return None
     try:
-        return header_from_fields(read_json(text.decode(errors="surrogateescape")))
+        fields = read_json(text.decode(errors="surrogateescape"))
+        if not isinstance(fields, dict) or fields.keys() != {*_FIELDS, "writer", "line"}:
+            return None
+        found = from_json(StateRef, {"branch": "", **fields})
     except ValueError:
         return None
-
-
-def header_from_fields(fields: Any) -> SnapshotHeader:
-    """Return the header with these fields.
-
-    Raises:
-        ValueError: A field is missing, unknown, or of another type or range.
-    """
-    header = from_json(SnapshotHeader, fields)
-    is_valid = 0 <= header.part < header.parts and header.size > 0 and header.sequence > 0
-    if not is_valid or not header.line:
-        raise ValueError(f"these are not the fields of a snapshot: {header!s:.200}")
-    return header
+    is_part = found.part is not None and 0 <= found.part < found.parts
+    is_valid = (is_part or (found.part, found.parts) == (None, 0)) and found.line
+    if not is_valid or found.size <= 0 or found.number <= 0:
+        return None
+    is_own = place.rpartition("/")[2].startswith(f"{LOCAL_PREFIX}.")
+    return attrs.evolve(
+        found,
+        branch=found.line[-1].id,
+        copy=found.copy + (not is_own),
+        tier=MEMORY if is_own else REPLICA,
+        place=place,
+    )
 
 
 # -- choice of slots and snapshots: pure -----------------------------------------------------------
@@ -203,7 +166,7 @@ class Slot:
     """A slot of a writer."""
 
     capacity: int  # bytes after the header
-    header: SnapshotHeader | None = None  # None if the slot contains no complete snapshot
+    header: StateRef | None = None  # None if the slot contains no complete snapshot
 
 
 SlotT = TypeVar("SlotT", bound=Slot)
@@ -219,7 +182,7 @@ def choose_slots(
         snapshots), and the slots that are too small or too large. The slots of the newest
         `num_retained` complete snapshots and those in `reserved` are in neither list.
     """
-    complete = sorted([slot for slot in slots if slot.header is not None], key=_sequence)
+    complete = sorted([slot for slot in slots if slot.header is not None], key=_number)
     free = [slot for slot in slots if slot.header is None] + complete[:-num_retained]
     usable: list[SlotT] = []
     useless: list[SlotT] = []
@@ -229,8 +192,8 @@ def choose_slots(
     return usable, useless
 
 
-def _sequence(slot: Slot) -> int:
-    return slot.header.sequence if slot.header else 0
+def _number(slot: Slot) -> int:
+    return slot.header.number if slot.header else 0
 
 
 def _fits(slot: Slot, size: int) -> bool:
@@ -265,10 +228,10 @@ class MappedSlot(Slot):
     file: _SlotFile | None = None
     # The first bytes of the file that have memory. Writing after them could raise SIGBUS.
     allocated: int = 0
-    is_used: bool = False  # whether a state was copied here
+    is_used: bool = False  # A state was copied here, or the slot is closed.
     # The layout of the last state here, and the views of the memory that belong to it.
     views: tuple[Any, list[Any]] | None = None
-    page_lock: PageLock | None = None  # set if tensors are copied here from a GPU
+    page_lock: CudaPageLock | None = None  # set if tensors are copied here from a GPU
 
     @classmethod
     def open(cls, path: Path, size: int = 0) -> MappedSlot:
@@ -296,8 +259,10 @@ class MappedSlot(Slot):
         return slot
 
     def read_header(self) -> None:
-        """Read the header from the memory, after the call that wrote it was interrupted."""
-        self.header = decode_header(self.memory[:HEADER_BYTES]) if self.path else None
+        """Read the header, after the call that wrote it was interrupted."""
+        # Reading a page of the mapping that has no memory yet raises SIGBUS if there is none left.
+        page = os.pread(self.file.fileno(), HEADER_BYTES, 0) if self.file is not None else b""
+        self.header = decode_header(page)
 
     def view(self, size: int) -> memoryview:
         """Return the memory of a pack of this size."""
@@ -355,48 +320,13 @@ class MappedSlot(Slot):
             self.memory.close()
 
 
-class PageLock(Protocol):
-    """The lock of the pages of a slot, see `tensor_layout.lock_pages`."""
-
-    def release(self) -> None: ...
-
-
-class Image(Protocol):
-    """A state that is copied to a slot, see `pack.PackImage`."""
-
-    @property
-    def size(self) -> int: ...
-
-    def copy_to_slot(self, slot: MappedSlot) -> None: ...
-
-
-class Job(Protocol):
-    """A save that is written from a slot, which it reserves; see `save_handle.LocalSave`."""
-
-    slot: MappedSlot | None
-
-    def settle(self) -> None:
-        """Wait until the save is finished."""
-
-
-class _SpareRequest:
-    """A request for a slot, which is created by the writer thread or by a copy that comes first."""
-
-    def __init__(self) -> None:
-        self._creator: dict[int, str] = {}
-        self.is_done = False  # The writer thread has created the slot, or cannot.
-
-    def claim(self, creator: str) -> bool:
-        """Return whether it is up to this thread to create a slot."""
-        return self._creator.setdefault(0, creator) == creator
-
-
 class SnapshotSlots:
     """The slots of one writer in the directory of an attempt. No two writers share a slot.
 
-    One thread calls the methods; `prepare` may run in another one. An exception of a signal handler
-    may interrupt them at any line: complete snapshots stay as they are, and all methods can be
-    called again. No method may be called while another one runs: `CheckpointManager` prevents that.
+    One thread calls the methods. Another one may do the steps that `prepare` returns. An exception
+    of a signal handler may interrupt them at any line: complete snapshots stay as they are, and all
+    methods can be called again. No method may be called while another one runs: `CheckpointManager`
+    prevents that.
 
     Args:
         folder: The directory of the attempt. Without it, the slots are private memory of this
@@ -406,7 +336,7 @@ class SnapshotSlots:
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str] | None, owner: str = "", jobs: Iterable[Job] = ()
+        self, folder: str | os.PathLike[str] | None, owner: str = "", jobs: Iterable[LocalSave] = ()
     ) -> None:
         self._folder = None if folder is None else Path(folder)
         kind = f"{REPLICA_PREFIX}.{owner}" if owner else LOCAL_PREFIX
@@ -415,19 +345,14 @@ class SnapshotSlots:
         self._jobs = jobs
         self._slots: list[MappedSlot] = []
         self._is_settled = True  # False while a slot is taken, and after an interruption
-        # Memory for the next snapshot. The thread that runs `prepare` sets it, first the path, and
-        # a copy takes it.
-        self._spare: MappedSlot | None = None
-        self._spare_path: Path | None = None
-        self._request = _SpareRequest()
-        self._is_preparing = self._is_closed = False
+        self._populated: MappedSlot | None = None  # which another thread is changing right now
 
     @contextlib.contextmanager
-    def open_for_writing(self, header: SnapshotHeader) -> Iterator[memoryview]:
+    def open_for_writing(self, header: StateRef) -> Iterator[memoryview]:
         """Return a context manager with the memory for a pack of `header.size` bytes.
 
         The caller writes all of these bytes. The snapshot is complete when the block
-        ends without an error. The last `header.num_retained` complete snapshots stay until then,
+        ends without an error. The last `num_retained` complete snapshots stay until then,
         and if the block fails.
 
         Raises:
@@ -441,7 +366,7 @@ class SnapshotSlots:
             raise
         self.complete(slot, header, text)
 
-    def copy(self, image: Image, header: SnapshotHeader | None = None) -> MappedSlot:
+    def copy(self, image: PackImage, header: StateRef | None = None) -> MappedSlot:
         """Copy a state to a slot.
 
         Args:
@@ -457,14 +382,13 @@ class SnapshotSlots:
         self.complete(slot, header, text)
         return slot
 
-    def take(self, size: int, header: SnapshotHeader | None = None) -> MappedSlot:
+    def take(self, size: int, header: StateRef | None = None) -> MappedSlot:
         """Return a locked slot for a pack of `size` bytes, which contains no snapshot any more.
 
         Raises:
             CheckpointError: There is not enough memory.
         """
-        if not self._is_settled:
-            self._read_slots()
+        self._settle()
         self._is_settled = False
         slot = self._find_slot(size, header)
         slot.header = None
@@ -472,87 +396,66 @@ class SnapshotSlots:
         slot.memory[: _HEAD.size] = bytes(_HEAD.size)
         return slot
 
-    def complete(
-        self, slot: MappedSlot, header: SnapshotHeader | None = None, text: bytes = b""
-    ) -> None:
+    def complete(self, slot: MappedSlot, header: StateRef | None = None, text: bytes = b"") -> None:
         """Unlock a slot whose pack is complete, and make it a snapshot if a header is given."""
         slot.unlock()
         slot.memory[: len(text)] = text  # From here on, the snapshot exists.
         slot.header = header
         self._is_settled = True
 
-    def has_free_slot(self, size: int, num_retained: int) -> bool:
-        """Return whether the next snapshot of this size needs no new slot."""
-        if self._spare is not None and _fits(self._spare, size):
-            return True
-        files = [slot for slot in self._slots if slot.path is not None]
-        return bool(choose_slots(files, size, num_retained, self._reserved())[0])
-
     def prepare(
         self,
         size: int,
         num_retained: int,
         lock_pages: Callable[[MappedSlot], None] | None = None,
-    ) -> Iterator[None]:
-        """Return steps that allocate a spare slot, unless one is free or memory is short.
-
-        The pages of the slot are populated in chunks, which takes several times as long as writing
-        into them. A copy that needs the slot earlier uses it with the pages that it has by then.
+    ) -> Iterator[None] | None:
+        """Create a slot for the next snapshot, unless one is free or memory is short.
 
         Args:
             size: the size of the pack.
             num_retained: see `choose_slots`.
             lock_pages: called with the populated slot.
-        """
-        request = self._request = _SpareRequest()
-        return self._allocate(request, size, num_retained, lock_pages)
 
-    def _allocate(
-        self,
-        request: _SpareRequest,
-        size: int,
-        num_retained: int,
-        lock_pages: Callable[[MappedSlot], None] | None,
+        Returns:
+            Steps that allocate and populate the memory of the new slot, for another thread. A copy
+            that comes earlier uses the slot with the pages that it has by then.
+        """
+        self._settle()
+        files = [slot for slot in self._slots if slot.path is not None]
+        folder = self._folder
+        if folder is None or choose_slots(files, size, num_retained, self._reserved())[0]:
+            return None
+        # An error is raised by the next snapshot.
+        with contextlib.suppress(OSError, CheckpointError):
+            if shutil.disk_usage(folder).free >= size * MAX_OVERSIZE_FACTOR:
+                self._is_settled = False
+                slot = self._create_file(folder, size)
+                self._is_settled = True
+                return self._populate(slot, HEADER_BYTES + size, lock_pages)
+        return None
+
+    def _populate(
+        self, slot: MappedSlot, end: int, lock_pages: Callable[[MappedSlot], None] | None
     ) -> Iterator[None]:
-        if not request.claim("writer") or self.has_free_slot(size, num_retained):
-            request.is_done = True
-            return
+        """Populate the pages of a slot in chunks, which takes longer than writing into them."""
         try:
-            self._is_preparing = True  # `close` waits for a step that has begun.
-            slot, end = self._create_spare(size), HEADER_BYTES + size
-            request.is_done = True
             for start in range(0, end, CHUNK_BYTES):
-                if slot is None or self._spare is not slot:
-                    return  # A copy has taken it.
-                try:
-                    slot.allocate(min(start + CHUNK_BYTES, end))
-                except OSError:
-                    self._drop_spare()
+                self._populated = slot
+                if slot.is_used:
                     return
+                slot.allocate(min(start + CHUNK_BYTES, end))
                 slot.populate(start, min(start + CHUNK_BYTES, end))
-                self._is_preparing = False
+                self._populated = None
                 yield
                 if not self._is_settled:
                     sleep(COPY_PAUSE_S)  # A copy of the training's thread is under way.
-                self._is_preparing = True
-            if self._spare is slot and slot is not None and lock_pages is not None:
+            self._populated = slot
+            if not slot.is_used and lock_pages is not None:
                 lock_pages(slot)
-        finally:
-            request.is_done, self._is_preparing = True, False
-            if self._is_closed:
-                self._drop_spare()
-
-    def _create_spare(self, size: int) -> MappedSlot | None:
-        folder = self._folder
-        if folder is None or self._is_closed or self._spare is not None:
-            return None
-        path = self._spare_path = folder / f"{self._prefix}.{next(self._numbers)}"
-        try:
-            if shutil.disk_usage(folder).free >= size * MAX_OVERSIZE_FACTOR:
-                self._spare = MappedSlot.open(path, _capacity(size))
         except OSError:
-            return None  # The next snapshot raises the error.
-        return self._spare
+            slot.capacity = 0  # The next copy frees what was allocated.
+        finally:
+            self._populated = None
 
     def make_folder(self) -> None:
         """Create the directory if another program removed it. A failure shows when it is used."""
@@ -563,22 +466,26 @@ class SnapshotSlots:
 
     def close(self) -> None:
         """Unmap all slots. Complete snapshots stay where they are, all other slots are freed."""
-        self._is_closed = True
-        while self._is_preparing:
-            sleep(CLOSE_POLL_S)
-        self._drop_spare()
-        if not self._is_settled:
-            self._read_slots()
+        self._settle()
         self._is_settled = False
         self._drop([slot for slot in self._slots if slot.header is None])
-        for slot in self._slots:
-            slot.close()
+        self._unmap(self._slots)
         self._slots, self._is_settled = [], True
 
     def free(self) -> None:
         """Do what `close` does when nothing refers to the slots any more, without waiting."""
-        self._is_preparing = False
+        if (slot := self._populated) is not None:
+            # It is unmapped when the thread that changes it does not refer to it any more.
+            slot.is_used = True
+            if slot.path is not None and slot.header is None:
+                slot.path.unlink(missing_ok=True)
+            self._slots = [other for other in self._slots if other is not slot]
+            self._populated = None
         self.close()
+
+    def _settle(self) -> None:
+        if not self._is_settled:
+            self._read_slots()
 
     def _read_slots(self) -> None:
         """Read the list of slots from the headers, after a call was interrupted or has failed."""
@@ -586,10 +493,7 @@ class SnapshotSlots:
         slots = [slot for slot in self._slots if slot.path is None and not slot.is_closed]
         if self._folder is not None:
             known = {slot.path: slot for slot in self._slots if not slot.is_closed}
-            is_spare = self._spare_path not in known
             for path in self._folder.glob(f"{self._prefix}.*"):
-                if is_spare and path == self._spare_path:
-                    continue
                 with contextlib.suppress(OSError, ValueError):  # A file may be empty.
                     slots.append(known.get(path) or MappedSlot.open(path))
         reserved = self._reserved()
@@ -597,15 +501,13 @@ class SnapshotSlots:
             if slot not in reserved:
                 slot.unlock()
                 slot.read_header()
-        for slot in self._slots:
-            if slot not in slots:
-                slot.close()
+        self._unmap([slot for slot in self._slots if slot not in slots])
         self._slots = slots
 
     def _reserved(self) -> list[MappedSlot]:
         return [job.slot for job in tuple(self._jobs) if job.slot is not None]
 
-    def _find_slot(self, size: int, header: SnapshotHeader | None) -> MappedSlot:
+    def _find_slot(self, size: int, header: StateRef | None) -> MappedSlot:
         """Return a locked slot, whatever it takes: private memory, or the slot of a save.
 
         Args:
@@ -631,7 +533,7 @@ class SnapshotSlots:
                 save.settle()
             return self._lock_slot(size, header)
 
-    def _lock_slot(self, size: int, header: SnapshotHeader | None) -> MappedSlot:
+    def _lock_slot(self, size: int, header: StateRef | None) -> MappedSlot:
         """Lock a usable slot, or create one. Free the slots of another size.
 
         Raises:
@@ -639,44 +541,24 @@ class SnapshotSlots:
         """
         slots = self._slots
         if header is not None:
-            slots, num_retained = [s for s in slots if s.path is not None], header.num_retained
+            slots, retained = [s for s in slots if s.path is not None], num_retained(header.parts)
         else:
-            num_retained = max((s.header.num_retained for s in slots if s.header), default=1)
-        usable, useless = choose_slots(slots, size, num_retained, self._reserved())
+            retained = max((num_retained(s.header.parts) for s in slots if s.header), default=1)
+        usable, useless = choose_slots(slots, size, retained, self._reserved())
         # These are freed first, so that a larger state needs no memory in addition to them.
         self._drop(useless)
         slot = next((slot for slot in usable if slot.try_lock()), None)
         if self._folder is None:
             return slot or self._create_private(size)
-        slot = slot or self._take_spare(size) or self._create_file(self._folder, size)
+        if slot is None:
+            slot = self._create_file(self._folder, size)
+            slot.try_lock()
         try:
             slot.allocate(HEADER_BYTES + size)  # fails here, not while the memory is written
         except OSError as error:
             self._drop([slot])
             raise self._out_of_memory(size, error) from error
         return slot
-
-    def _take_spare(self, size: int) -> MappedSlot | None:
-        """Return the spare slot, locked, if it is large enough."""
-        while not (self._request.claim("copy") or self._request.is_done):
-            sleep(CLOSE_POLL_S)  # The file is being created at this moment.
-        slot = self._spare
-        if slot is None or not _fits(slot, size) or slot.is_removed:
-            self._drop_spare()
-            return None
-        if slot in self._slots:  # The call that has taken it was interrupted.
-            self._spare = None
-            return None
-        self._slots.append(slot)
-        self._spare = None
-        slot.try_lock()
-        return slot
-
-    def _drop_spare(self) -> None:
-        spare = self._spare
-        if spare is not None and spare.path is not None and spare not in self._slots:
-            spare.path.unlink(missing_ok=True)
-        self._spare = None
 
     def _drop_removed(self) -> None:
         """Drop the slots whose files another program has removed, and log a warning."""
@@ -689,8 +571,16 @@ class SnapshotSlots:
         for slot in slots:
             if slot.path is not None:
                 slot.path.unlink(missing_ok=True)
-            slot.close()
+            self._unmap([slot])
             self._slots.remove(slot)
+
+    def _unmap(self, slots: list[MappedSlot]) -> None:
+        for slot in slots:
+            slot.is_used = True  # The writer thread leaves it alone, once it sees this.
+        while self._populated in slots:
+            sleep(CLOSE_POLL_S)
+        for slot in slots:
+            slot.close()
 
     def _create_private(self, size: int) -> MappedSlot:
         """Create a slot for saves in the memory of this process."""
@@ -705,7 +595,7 @@ class SnapshotSlots:
         return slot
 
     def _create_file(self, folder: Path, size: int) -> MappedSlot:
-        """Create a slot, locked, without memory yet."""
+        """Create a slot without memory yet."""
         path = folder / f"{self._prefix}.{next(self._numbers)}"
         self.make_folder()
         try:
@@ -717,7 +607,6 @@ class SnapshotSlots:
                 f"the agent's memory at {folder} cannot hold snapshots: {error.strerror}"
             ) from error
         self._slots.append(slot)
-        slot.try_lock()
         return slot
 
     def _out_of_memory(self, size: int, error: OSError) -> CheckpointError:
@@ -802,19 +691,8 @@ def list_snapshots(memory: str | os.PathLike[str]) -> list[StateRef]:
     refs = []
     for path in _slot_paths(memory):
         with contextlib.suppress(OSError), open_regular_file(path) as handle:
-            header = _read_header(handle)
-            if header is not None:
-                refs.append(header.ref(f"{path.parent.name}/{path.name}"))
-    return refs
-
-
-def read_snapshot_header(memory: str | os.PathLike[str], ref: StateRef) -> SnapshotHeader | None:
-    """Return the header of a snapshot, or None if it does not exist any more."""
-    with contextlib.suppress(OSError), open_regular_file(Path(memory, ref.place)) as handle:
-        header = _read_header(handle)
-        if header is not None and header.ref(ref.place) == ref:
-            return header
-    return None
+            refs.append(_read_header(handle, f"{path.parent.name}/{path.name}"))
+    return [ref for ref in refs if ref is not None]
 
 
 def _slot_paths(memory: str | os.PathLike[str]) -> Iterator[Path]:
@@ -830,12 +708,12 @@ def _slot_paths(memory: str | os.PathLike[str]) -> Iterator[Path]:
         yield from (attempt / n for n in names if n.split(".")[0] in prefixes and n.count(".") >= 2)
 
 
-def _read_header(handle: int) -> SnapshotHeader | None:
-    """Return the header of a slot, or None if it contains no snapshot or was truncated."""
-    header = decode_header(os.pread(handle, HEADER_BYTES, 0))
-    if header is None or os.fstat(handle).st_size < HEADER_BYTES + header.size:
+def _read_header(handle: int, place: str) -> StateRef | None:
+    """Return the snapshot in a slot, or None if it contains none or was truncated."""
+    found = decode_header(os.pread(handle, HEADER_BYTES, 0), place)
+    if found is None or os.fstat(handle).st_size < HEADER_BYTES + found.size:
         return None
-    return header
+    return found
 
 
 @contextlib.contextmanager
@@ -852,8 +730,8 @@ def lock_snapshot(memory: str | os.PathLike[str], ref: StateRef) -> Iterator[int
             yield None
             return
         # The header is read again under the lock, because the slot may contain a later snapshot.
-        header = _read_header(handle) if _try_lock(handle, fcntl.LOCK_SH) else None
-        yield handle if header is not None and header.ref(ref.place) == ref else None
+        is_locked = _try_lock(handle, fcntl.LOCK_SH)
+        yield handle if is_locked and _read_header(handle, ref.place) == ref else None
 
 
 @contextlib.contextmanager
@@ -931,8 +809,13 @@ def remove_superseded(memory: str | os.PathLike[str], refs: Sequence[StateRef], 
     return not earlier
 
 
-def remove_incomplete(memory: str | os.PathLike[str], era: int) -> None:
-    """Free the slots of earlier attempts whose writers were killed in the middle of a snapshot."""
+def remove_leftovers(memory: str | os.PathLike[str], era: int) -> None:
+    """Free what nobody needs when the workers of the attempt `era` start.
+
+    These are slots of earlier attempts whose writers were killed in the middle of a snapshot, and
+    old snapshots.
+    """
+    remove_snapshots(memory, without_old_copies(list_snapshots(memory)))
     for path in _slot_paths(memory):
         if int(path.parent.name) >= era:
             continue
@@ -941,8 +824,3 @@ def remove_incomplete(memory: str | os.PathLike[str], era: int) -> None:
             is_locked = _try_lock(handle, fcntl.LOCK_EX)
             if is_locked and decode_header(os.pread(handle, HEADER_BYTES, 0)) is None:
                 path.unlink()
-
-
-def remove_old_copies(memory: str | os.PathLike[str]) -> None:
-    """Free the snapshots that nobody needs when workers start again."""
-    remove_snapshots(memory, without_old_copies(list_snapshots(memory)))

@@ -15,20 +15,18 @@ from typing import Any
 
 import attrs
 
-from ..clock import monotonic, wall
+from ..clock import wall
 from ..errors import CheckpointCorruptError, CheckpointError
 from ..workers.spec import SNAPSHOTS_ENV
 from .pack import LayoutCache, PackImage
-from .refs import MAX_BRANCHES_IN_HEADER, Line, StateRef, Writer, begin
+from .refs import MAX_BRANCHES_IN_HEADER, Line, StateRef, Writer, begin, num_retained
 from .reshard import copy_number, has_own_rest, plan_part_layout
 from .restore import RestoreAgreement, StateSource
 from .safetensors_header import read_header
 from .snapshot_slots import (
     AgentWaker,
     MappedSlot,
-    SnapshotHeader,
     SnapshotSlots,
-    kind_of,
     list_snapshots,
     map_snapshot,
     newest_local_snapshots,
@@ -46,14 +44,6 @@ def snapshot_folder() -> str | None:
     folder = os.environ.get(SNAPSHOTS_ENV, "")
     generation = os.environ.get("ELASTICLIB_GENERATION", "")
     return folder if folder and generation.isdecimal() and os.path.isdir(folder) else None
-
-
-@attrs.frozen
-class SnapshotCost:
-    """Cost of a snapshot."""
-
-    step: int
-    seconds: float  # how long the caller waited
 
 
 def is_sharded(value: Any) -> bool:
@@ -113,11 +103,10 @@ class SnapshotSource(StateSource):
         self._has_earlier = True  # whether snapshots of earlier attempts may be left to remove
         self._maps = contextlib.ExitStack()
         self._mapped: dict[StateRef, memoryview] = {}
-        self._header = SnapshotHeader(
-            name=name,
+        self._last = StateRef(  # the last snapshot, without its place
+            branch=writer.branch,
             step=0,
-            sequence=0,
-            size=0,
+            name=name,
             writer=writer,
             line=begin(None, writer),
             folder=os.path.abspath(folder) if folder and "://" not in folder else folder,
@@ -126,19 +115,19 @@ class SnapshotSource(StateSource):
     def begin(self, writer: Writer, line: Line) -> None:
         """Begin another branch with the next snapshot, after a restore."""
         newest = line[-MAX_BRANCHES_IN_HEADER:]
-        self._header = attrs.evolve(self._header, writer=writer, line=newest)
+        self._last = attrs.evolve(self._last, branch=line[-1].id, writer=writer, line=newest)
 
     @property
     def name(self) -> str:
         """The name of the snapshots."""
-        return self._header.name
+        return self._last.name
 
     @property
     def folder(self) -> str:
         """The directory of this attempt's snapshots."""
         return str(self._folder)
 
-    def snapshot(self, step: int, state: object) -> SnapshotCost | None:
+    def snapshot(self, step: int, state: object) -> bool:
         """Keep the state after `step`, or this rank's part of the state if it has DTensors.
 
         When the call returns, the state may change, and the snapshot does not.
@@ -148,15 +137,13 @@ class SnapshotSource(StateSource):
             state: As `CheckpointManager.save` takes it.
 
         Returns:
-            The cost, or None if this worker keeps no snapshot of such a state.
+            False if this worker keeps no snapshot of such a state.
 
         Raises:
             CheckpointError: The state cannot be saved, there is not enough memory, or another call
                 is still copying. The earlier snapshots stay.
         """
-        started_at = monotonic()
-        kept = self.keep_state(step, flatten(state, reject_state_dicts=True))
-        return None if kept is None else SnapshotCost(step, monotonic() - started_at)
+        return self.keep_state(step, flatten(state, reject_state_dicts=True)) is not None
 
     def keep_state(self, step: int, flat: FlatState) -> tuple[PackImage, MappedSlot] | None:
         """Keep a state that was flattened, see `snapshot`.
@@ -175,27 +162,18 @@ class SnapshotSource(StateSource):
             part, parts = self._rank, self._world_size
             copy = copy_number(filter(is_sharded, shards.values()))
         else:
-            image, part, parts = layouts.plan(flat, {"step": step}), 0, 1
+            image, part, parts = layouts.plan(flat, {"step": step}), None, 0
             copy = min(self._rank, 1)  # At the end of a job, the node of rank 0 writes first.
-        slot = self.keep(
-            step,
-            image,
-            part=part,
-            parts=parts,
-            sharded=flat.has_parts,
-            values="" if has_own_rest(flat) else image.values_digest,
-            copy=copy,
-        )
-        return image, slot
+        values = "" if has_own_rest(flat) else image.values_digest
+        return image, self.keep(step, image, part=part, parts=parts, values=values, copy=copy)
 
     def keep(
         self,
         step: int,
         image: PackImage,
         *,
-        part: int = 0,
-        parts: int = 1,
-        sharded: bool = False,
+        part: int | None = None,
+        parts: int = 0,
         values: str = "",
         copy: int = 0,
     ) -> MappedSlot:
@@ -204,38 +182,37 @@ class SnapshotSource(StateSource):
         Then wake the agent, and allocate the next slot in the background if there is none.
 
         Args:
-            step: see `SnapshotHeader`.
+            step: see `StateRef`.
             image: the planned pack of the state, see `plan_part_layout`.
-            part: see `SnapshotHeader`.
-            parts: see `SnapshotHeader`.
-            sharded: see `SnapshotHeader`.
-            values: see `SnapshotHeader`.
-            copy: see `SnapshotHeader`.
+            part: see `StateRef`.
+            parts: see `StateRef`.
+            values: see `StateRef`.
+            copy: see `StateRef`.
 
         Raises:
             CheckpointError: there is not enough memory, or the header is too long.
         """
         self._sequence = (self._sequence or self._last_sequence(part)) + 1
-        last = self._header  # `attrs.evolve` would take as long as the rest of this method
-        header = SnapshotHeader(
-            name=last.name,
+        last = self._last  # `attrs.evolve` would take as long as the rest of this method
+        snapshot = StateRef(
+            branch=last.branch,
             step=step,
-            sequence=self._sequence,
-            size=image.size,
+            name=last.name,
+            parts=parts,
+            part=part,
+            copy=copy,
             writer=last.writer,
             line=last.line,
-            part=part,
-            parts=parts,
-            folder=last.folder,
-            sharded=sharded,
-            values=values,
+            number=self._sequence,
+            size=image.size,
             saved_at=wall(),
-            copy=copy,
+            values=values,
+            folder=last.folder,
         )
-        slot = self.slots.copy(image, header)
-        self._header = header
+        slot = self.slots.copy(image, snapshot)
+        self._last = snapshot
         # Snapshots that are not needed any more are freed before memory is allocated.
-        is_due = self._has_earlier and header.sequence >= header.num_retained
+        is_due = self._has_earlier and snapshot.number >= num_retained(parts)
         if not self._waker.wake() and is_due:
             self._has_earlier = not remove_superseded(self._memory, self._list(), self._era)
         self.prepare_next()
@@ -243,16 +220,17 @@ class SnapshotSource(StateSource):
 
     def prepare_next(self) -> None:
         """Allocate memory in the background if the next snapshot would need a new slot."""
-        header = self._header
-        if header.sequence and not self.slots.has_free_slot(header.size, header.num_retained):
-            self._prepare(header.size, header.num_retained)
+        if self._last.number:
+            self._prepare(self._last.size, self._last.parts)
 
-    def _prepare(self, size: int, num_retained: int) -> None:
-        self._writer.prepare(self.slots.prepare(size, num_retained, lock_pages))
+    def _prepare(self, size: int, parts: int) -> None:
+        steps = self.slots.prepare(size, num_retained(parts), lock_pages)
+        if steps is not None:
+            self._writer.prepare(steps)
 
     def list_states(self) -> Sequence[StateRef]:
         """Return the snapshots of this run and name, which may be replicas, newest first."""
-        refs = [ref for ref in self._list() if ref.writer.run == self._header.writer.run]
+        refs = [ref for ref in self._list() if ref.writer.run == self._last.writer.run]
         return sorted(refs, key=lambda ref: (ref.writer.order, ref.step, ref.number), reverse=True)
 
     def view(self, ref: StateRef, part: int = 0) -> memoryview:  # noqa: ARG002 - it has one part
@@ -279,14 +257,14 @@ class SnapshotSource(StateSource):
         It is as large as what was restored. If that size is not known here, as of a sharded state
         on a disk, the first snapshot allocates its memory itself.
         """
-        parts, size = 1, found.pack_bytes
+        parts, size = 0, found.pack_bytes
         for ref in self.list_states():
             is_own = ref.part is None or (ref.part, ref.parts) == (self._rank, self._world_size)
             if ref.step == found.step and is_own:
-                parts, size = max(1, ref.parts), ref.size
+                parts, size = ref.parts, ref.size
         # Without DTensors only some ranks keep a snapshot.
         if size and (self._writes or parts > 1):
-            self._prepare(size, attrs.evolve(self._header, parts=parts).num_retained)
+            self._prepare(size, parts)
 
     def adopt_restored_state(self, found: RestoreAgreement, state: object) -> None:
         """Prepare for snapshots after all ranks have restored the newest usable state completely.
@@ -321,10 +299,9 @@ class SnapshotSource(StateSource):
 
     def _list(self) -> list[StateRef]:
         """Return the complete snapshots of this name in the agent's memory, from all attempts."""
-        return [ref for ref in list_snapshots(self._memory) if ref.name == self._header.name]
+        return [ref for ref in list_snapshots(self._memory) if ref.name == self._last.name]
 
-    def _last_sequence(self, part: int) -> int:
+    def _last_sequence(self, part: int | None) -> int:
         """Return the number of the last snapshot of this name and part in this attempt, or 0."""
-        kind = (self._header.name, part)
-        refs = newest_local_snapshots(self._folder)
-        return max((ref.number for ref in refs if kind_of(ref) == kind), default=0)
+        own = [ref for ref in newest_local_snapshots(self._folder) if ref.name == self._last.name]
+        return max((ref.number for ref in own if ref.part == part), default=0)

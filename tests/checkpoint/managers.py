@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint.refs import Writer, begin
-from elasticlib.checkpoint.snapshot_slots import SnapshotHeader
+from elasticlib.checkpoint.refs import MEMORY, StateRef, Writer, begin
 from elasticlib.checkpoint.snapshot_source import SnapshotSource
 from elasticlib.checkpoint.storage import LocalStorage
 from elasticlib.errors import CheckpointError
@@ -48,10 +47,11 @@ def step_folder(folder: Path, step: int) -> Path:
 WRITER = Writer("run", "launch", 1)
 
 
-def snapshot_header(name: str, step: int, size: int, **more: Any) -> SnapshotHeader:
-    """Return the header of a snapshot whose number is its step."""
-    fields = {"sequence": step, "writer": WRITER, "line": begin(None, WRITER), **more}
-    return SnapshotHeader(name, step, size=size, **fields)
+def snapshot_ref(name: str, step: int, size: int, **more: Any) -> StateRef:
+    """Return a snapshot whose number is its step."""
+    fields = {"number": step, "writer": WRITER, "tier": MEMORY, "place": "own.", **more}
+    line = begin(None, fields["writer"])
+    return StateRef(line[-1].id, step, name=name, size=size, line=line, **fields)
 
 
 class GatedStorage(LocalStorage):

@@ -63,7 +63,7 @@ def has_memory_for_the_next_snapshot(
     manager: CheckpointManager, era: Path, step: int, state: dict[str, Any]
 ) -> bool:
     """Wait for the memory that was prepared. Return whether the next snapshot is written there."""
-    wait_until("the slot for the next snapshot", lambda: read_resident_bytes(era) and is_idle())
+    wait_for_prepared_memory(era)
     before = read_resident_bytes(era)
     train(state, step)
     assert manager.snapshot(step, state)
@@ -111,6 +111,16 @@ def is_idle() -> bool:
     return "elasticlib-save" not in list_threads()
 
 
+def wait_for_prepared_memory(era: Path) -> None:
+    """Wait until the memory of the only slot in this process was allocated."""
+
+    def is_prepared() -> bool:
+        # The slot exists before the thread begins, and has no memory then.
+        return any(read_resident_bytes(era).values()) and is_idle()
+
+    wait_until("the memory for the next snapshot", is_prepared)
+
+
 def test_restore_from_a_disk_prepares_the_next_snapshot(
     tmp_path: Path, generation_memory: Path
 ) -> None:
@@ -140,10 +150,7 @@ def test_a_save_after_a_restore_is_copied_to_the_memory_that_was_prepared(
     state = save_trained_state(tmp_path / "disk")
     with CheckpointManager(tmp_path / "disk") as manager:
         manager.restore(state)
-        wait_until(
-            "the slot for the next snapshot",
-            lambda: read_resident_bytes(generation_memory) and is_idle(),
-        )
+        wait_for_prepared_memory(generation_memory)
         before = read_resident_bytes(generation_memory)
         for step in (2, 3):
             manager.save(step, state).wait()
@@ -165,7 +172,7 @@ def test_a_manager_that_is_closed_or_dies_before_its_first_snapshot_leaves_no_me
     left = CheckpointManager(tmp_path / "disk")
     left.restore(state)
     wait_until("the slot for the next snapshot", lambda: [*generation_memory.glob("own.*")])
-    snapshot_slots.remove_incomplete(generation_memory.parent, 2)
+    snapshot_slots.remove_leftovers(generation_memory.parent, 2)
     assert [*generation_memory.glob("own.*")] == []
     left.close()
 

@@ -20,10 +20,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jobs import owner_of
-from managers import no_new_threads, snapshot_header
+from managers import no_new_threads, snapshot_ref
 
 from elasticlib import CheckpointManager, MemoryStore, Node, Script, Store, WorkerSpec
-from elasticlib.checkpoint import refs, snapshot_slots
+from elasticlib.checkpoint import snapshot_slots
 from elasticlib.checkpoint.pack import pack_state
 from elasticlib.checkpoint.refs import StateRef, Writer
 from elasticlib.checkpoint.replication import (
@@ -42,7 +42,6 @@ from elasticlib.checkpoint.replication import (
 from elasticlib.checkpoint.snapshot_service import NodeSnapshotService
 from elasticlib.checkpoint.snapshot_slots import (
     HEADER_BYTES,
-    SnapshotHeader,
     encode_header,
 )
 from elasticlib.checkpoint.storage import CHECKSUM_BYTES
@@ -55,7 +54,7 @@ from elasticlib.workers.spec import Worker, WorkerGroup
 
 SECRET = b"the secret of the job"
 CHECKSUM = bytes(CHECKSUM_BYTES)  # the end of a pack in the memory of the worker that wrote it
-OLD = snapshot_header("s", 1, 3 + CHECKSUM_BYTES)
+OLD = snapshot_ref("s", 1, 3 + CHECKSUM_BYTES)
 PROOF_BYTES = 32
 HELLO_BYTES = 8 + 4 + NONCE_BYTES
 
@@ -100,12 +99,10 @@ class Host:
         """Write a snapshot as a worker does."""
         self.sequence += 1
         writer = Writer("run", "launch", self.info.generation)
-        origin = {"writer": writer, "line": refs.begin(None, writer), "sequence": self.sequence}
-        more |= {"sharded": more.get("parts", 1) > 1}
-        record = snapshot_header("s", step, len(pack + CHECKSUM), **origin, **more)
-        record = attrs.evolve(record, folder=str(self.folder / "disk"))
+        origin = {"writer": writer, "number": self.sequence, "folder": str(self.folder / "disk")}
+        record = snapshot_ref("s", step, len(pack + CHECKSUM), **origin, **more)
         attempt_dir = self.attempt_dir(self.attempt)
-        slots = self.slots.setdefault(record.part, snapshot_slots.SnapshotSlots(attempt_dir))
+        slots = self.slots.setdefault(record.part or 0, snapshot_slots.SnapshotSlots(attempt_dir))
         with slots.open_for_writing(record) as view:
             view[:] = pack + CHECKSUM
         snapshot_slots.wake_agent(attempt_dir)
@@ -174,7 +171,7 @@ def stream_to(
     return open_stream(endpoint, info.rank, exchange_prefix=info.exchange_prefix, secret=secret)
 
 
-def send(stream: socket.socket, folder: Path, record: SnapshotHeader, pack: bytes) -> str:
+def send(stream: socket.socket, folder: Path, record: StateRef, pack: bytes) -> str:
     """Send a snapshot with these bytes, and return why it is not stored."""
     path = folder / "sent"
     path.write_bytes(bytes(HEADER_BYTES) + pack + CHECKSUM)
@@ -182,7 +179,7 @@ def send(stream: socket.socket, folder: Path, record: SnapshotHeader, pack: byte
         return send_snapshot(stream, file.fileno(), record)
 
 
-def send_header(stream: socket.socket, record: SnapshotHeader) -> None:
+def send_header(stream: socket.socket, record: StateRef) -> None:
     stream.sendall(encode_header(record).ljust(HEADER_BYTES, b"\0"))
     assert stream.recv(REPLY_BYTES, socket.MSG_WAITALL) == bytes(REPLY_BYTES)
 
@@ -346,7 +343,7 @@ def test_a_snapshot_that_is_truncated_while_it_is_sent_is_not_stored(hosts: list
     store = MemoryStore()
     infos = generation(1, 2, store)
     hosts[1].begin(infos[1])
-    record = snapshot_header("s", 1, (8 << 20) + CHECKSUM_BYTES)
+    record = snapshot_ref("s", 1, (8 << 20) + CHECKSUM_BYTES)
     path = hosts[0].folder / "file"
     path.write_bytes(bytes(HEADER_BYTES + (4 << 20)))
     cut = pytest.raises(CheckpointError, match=f"cut to {4 << 20} of {8 << 20} bytes")
@@ -391,7 +388,7 @@ def test_a_sender_that_dies_while_it_sends_leaves_the_last_complete_replica(
     store = MemoryStore()
     sender, target = generation(1, 2, store)
     hosts[1].begin(target)
-    record = snapshot_header("s", 2, 10 + CHECKSUM_BYTES)
+    record = snapshot_ref("s", 2, 10 + CHECKSUM_BYTES)
     with stream_to(store, sender, 1) as stream:
         assert send(stream, hosts[0].folder, OLD, b"old") == ""
         send_header(stream, record)
@@ -613,10 +610,10 @@ def test_a_replica_without_free_memory_is_rejected_and_the_next_one_is_stored(
     sender, target = generation(1, 2, store)
     hosts[1].begin(target)
     with stream_to(store, sender, 1) as stream:
-        large = snapshot_header("s", 1, 1 << 60)
+        large = snapshot_ref("s", 1, 1 << 60)
         reason = send(stream, hosts[0].folder, large, b"")
         assert reason.startswith(f"no memory for a replica of {1 << 60} bytes: ")
-        assert send(stream, hosts[0].folder, attrs.evolve(OLD, sequence=2), b"old") == ""
+        assert send(stream, hosts[0].folder, attrs.evolve(OLD, number=2), b"old") == ""
     assert hosts[1].steps("0") == [1]
 
 

@@ -142,11 +142,9 @@ def restore_from_replica(folder: Path, saved: Training, new: Training) -> None:
     memory.snapshot(1, saved.state)
     replicas = SnapshotSlots(folder / "other" / "1", "a-node")
     (snapshot,) = snapshot_slots.list_snapshots(folder / "one")
-    header = snapshot_slots.read_snapshot_header(folder / "one", snapshot)
-    assert header is not None
     with snapshot_slots.map_snapshot(folder / "one", snapshot) as pack:
         assert pack is not None
-        with replicas.open_for_writing(header) as view:
+        with replicas.open_for_writing(snapshot) as view:
             view[:] = pack
     assert restore_from([other], new.state).step == 1
     for one in (memory, other, replicas):

@@ -150,26 +150,16 @@ def test_end_save_is_not_skipped_because_of_a_corrupt_later_checkpoint(job: Job)
 def test_node_that_stays_writes_its_parts_for_a_node_that_leaves(job: Job) -> None:
     states = job.make_snapshots([3, 3, 3, 3])
     # A node helps however long it has waited.
-    staying = job.end_save(1, is_leaving=False, total_s=0.1)
+    staying = job.end_save(1, is_leaving=False, total_s=0.1, poll_s=0.01)
     with ThreadPoolExecutor() as pool:
         result = pool.submit(staying.run)
         assert not wait([result], timeout=0.5).done
+        # Nothing is written before a node leaves.
+        assert not job.checkpoints.exists() or not list(job.checkpoints.glob("step-*"))
         assert job.end_save(0).run() == ""
         staying.stop()
         assert result.result(60) == ""
     assert job.restore(3) == (3, states[3])
-
-
-def test_nothing_is_written_if_no_node_leaves(job: Job) -> None:
-    job.make_snapshots([1, 1, 1, 1])
-    staying = [job.end_save(node, is_leaving=False, poll_s=0.01) for node in (0, 1)]
-    with ThreadPoolExecutor() as pool:
-        results = [pool.submit(end.run) for end in staying]
-        assert not wait(results, timeout=0.5).done
-        for end in staying:
-            end.stop()
-        assert [result.result(60) for result in results] == ["", ""]
-    assert not job.checkpoints.exists() or not list(job.checkpoints.glob("step-*"))
 
 
 def test_a_node_that_has_helped_and_then_leaves_waits_for_the_others(job: Job) -> None:

@@ -44,7 +44,7 @@ def main() -> None:
     assert attempt is not None
     launch = (os.environ["TORCHELASTIC_RUN_ID"], os.environ["ELASTICLIB_INCARNATION"])
     writer = Writer(*launch, int(report["ELASTICLIB_GENERATION"]))
-    part = {"part": rank, "parts": world, "sharded": True} if "parts" in sys.argv else {}
+    part = {"part": rank, "parts": world} if "parts" in sys.argv else {}
     memory = SnapshotSource(attempt, writer, folder=str(folder / "disk"))
     snapshots = memory.list_states()
     step = find_newest_complete_step(snapshots)
