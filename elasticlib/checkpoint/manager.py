@@ -36,7 +36,7 @@ from .collectives import PeerGroup
 from .commit import Committer, Selection
 from .pack import LayoutCache, PackImage
 from .per_rank import MissingValue, RankValueEncoder, read_names
-from .rank_digests import DigestCache, PartComparison, RankComparison
+from .rank_digests import PartComparison, RankComparison, digest_state
 from .refs import (
     MAX_BRANCHES_IN_HEADER,
     MEMORY,
@@ -189,7 +189,7 @@ class CheckpointManager:
         self._has_begun = False  # the directory is acquired for the branch of `_origin`, or will be
         self._per_rank = read_names(per_rank)
         self._rank_values = RankValueEncoder(self._per_rank)
-        self._layouts, self._digests = LayoutCache(), DigestCache()
+        self._layouts = LayoutCache()
         self._writer = WriterThread(_report_saved)
         # Memory of saves, where no agent has memory for them.
         self._private_slots = SnapshotSlots(None, jobs=self._writer.jobs)
@@ -380,7 +380,7 @@ class CheckpointManager:
         self._check_last_save()
         self._check_remote_saves()
         exchange, number = self._results.digests, self._results.number_of(job)
-        digest = self._digests.digest(flat) if exchange.is_needed else None
+        digest = digest_state(flat) if exchange.is_needed else None
         if not flat.has_parts and not self.is_writer:
             if digest is not None:
                 exchange.put(number, digest)

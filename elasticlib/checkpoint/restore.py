@@ -44,7 +44,7 @@ from .end_save import Growth, growing_end_folders
 from .node_reading import NodeReading
 from .pack import unpack, unpack_part
 from .per_rank import MissingValue, RankValueRule
-from .rank_digests import MAX_SHOWN_PATHS, DigestCache, StateDigest
+from .rank_digests import MAX_SHOWN_PATHS, StateDigest, digest_state
 from .refs import (
     DISK,
     MEMORY,
@@ -845,7 +845,7 @@ def _check_equal_values(search: StateSearch, plan: RestorePlan) -> None:
         if rank != search.group.rank:
             return None
         pack = search.source(ref).view(ref, part)
-        return DigestCache().digest(flatten(unpack_part(pack, copy=False).state))
+        return digest_state(flatten(unpack_part(pack, copy=False).state))
 
     def find_paths(first: str) -> list[str]:
         digest = read(other)
