@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 
 from .node_memory import NodeMemory, allocate_node_memory, map_offer, read_offer
-
-if TYPE_CHECKING:
-    from .restore import RestorePlan, StateSearch
+from .state_search import RestorePlan, StateSearch
 
 
 class NodeReading:

@@ -144,7 +144,7 @@ class PackImage:
         The pages of the slot are locked if tensors are on a GPU.
         """
         layout, memory = self.layout, slot.view(self.size)
-        if layout.devices and slot.page_lock is None:
+        if layout.devices:
             lock_pages(slot)
         if slot.views is None or slot.views[0] is not layout:
             slot.views = (layout, layout.views(memory))
@@ -517,7 +517,7 @@ def _stored_tensor(data: memoryview, row: Any, header: PackHeader) -> tuple[torc
         entry, location = header.entries[_count(row)], "cpu"
         dtype = dtype_from_name(DTYPES[entry.dtype])
         base = _bytes_at(data, entry)
-        return base.view(dtype).view(entry.shape) if len(base) else _empty(dtype, entry), location
+        return base.view(dtype).view(entry.shape), location
     name, shape, stride, place, location = row
     if len(shape) != len(stride) or type(location) is not str:
         raise ValueError(f"a tensor cannot be {row!s:.200}")
@@ -528,10 +528,6 @@ def _stored_tensor(data: memoryview, row: Any, header: PackHeader) -> tuple[torc
     if not layout.is_dense or layout.num_bytes != len(base):
         raise ValueError(f"a tensor of {row!s:.200} is not the {len(base)} bytes of its entry")
     return strided_view(base.untyped_storage(), 0, layout), location
-
-
-def _empty(dtype: torch.dtype, entry: PackEntry) -> torch.Tensor:
-    return torch.empty(entry.shape, dtype=dtype)
 
 
 def _bytes_at(data: memoryview, entry: PackEntry) -> torch.Tensor:
