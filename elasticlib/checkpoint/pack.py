@@ -308,9 +308,9 @@ def _build_layout(
     ends = [*itertools.accumulate(sizes, initial=0)]
     for place, number in enumerate(order):
         at, layout = unique[number], layouts[number]
-        entry, row = _entry_and_row(tensors[at], layout, arrays.get(at), place)
-        name = names[number] if entry[0] != _STORAGE else names[number] + _STORAGE
-        dtype, shape = ("U8", (layout.num_bytes,)) if entry[0] == _STORAGE else entry
+        plain, row = _entry_and_row(tensors[at], layout, arrays.get(at), place)
+        suffix, dtype, shape = plain or (_STORAGE, "U8", (layout.num_bytes,))
+        name = names[number] + suffix
         entries.append(PackEntry(name, dtype, shape, ends[place], ends[place + 1]))
         rows[number] = row
     tree["tensors"] = rows
@@ -370,20 +370,20 @@ def _state_text(values: str, tree: str) -> bytes:
 
 def _entry_and_row(
     tensor: torch.Tensor, layout: StridedLayout, array: Any, place: int
-) -> tuple[tuple[str, Any], Any]:
-    """Return the entry's dtype and shape, and the row that describes the tensor in the tree.
+) -> tuple[tuple[str, str, tuple[int, ...]] | None, Any]:
+    """Return the entry of a tensor, and the row that describes the tensor in the tree.
 
-    An entry of plain bytes has `_STORAGE` as its dtype and no shape. The row of a plain tensor on
-    the CPU is the number of its entry.
+    The entry is the suffix of its name, its dtype and its shape; or None if the entry has to be one
+    of bytes. The row of a plain tensor on the CPU is the number of its entry.
     """
     if array is not None:
-        dtype, shape, order = array
-        is_plain = dtype in ARRAY_DTYPES and order == "C"
-        entry = (ARRAY_DTYPES[dtype], shape) if is_plain else (_STORAGE, None)
-        return entry, ["uint8", layout.shape, layout.stride, place, ""]
-    name = _ENTRY_DTYPES.get(tensor.dtype)
-    entry = (name, layout.shape) if name is not None and layout.is_contiguous else (_STORAGE, None)
+        array_dtype, shape, order = array
+        name = ARRAY_DTYPES.get(array_dtype) if order == "C" else None
+        row = ["uint8", layout.shape, layout.stride, place, ""]
+        return None if name is None else ("", name, shape), row
+    name = _ENTRY_DTYPES.get(tensor.dtype) if layout.is_contiguous else None
     location = device_tag(tensor)
+    entry = None if name is None else ("", name, layout.shape)
     if name is not None and layout.is_row_major and location == "cpu":
         return entry, place
     return entry, [dtype_name(layout.dtype), layout.shape, layout.stride, place, location]

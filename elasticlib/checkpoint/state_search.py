@@ -273,7 +273,8 @@ class _Listing:
     node: str
     request: str  # what the rank was asked to restore, for messages
     launch: str | None
-    refs: tuple[StateRef, ...]  # the states that it can reach, unusable ones included
+    usable: tuple[StateRef, ...]  # the states that it can reach
+    unusable: tuple[StateRef, ...]
     fence: Fence | None
     fence_problem: str  # why the fence cannot be read
     pending: tuple[StateRef, ...]
@@ -335,9 +336,10 @@ class StateSearch:
                     "ranks have to ask for the same step, and nothing was restored"
                 )
         self._nodes = [listing.node for listing in listings]
-        self._refs_by_rank = [[ref for ref in one.refs if ref.is_usable] for one in listings]
-        refs = [ref for listing in listings for ref in listing.refs]
-        self._unusable = list({r.place: r for r in refs if not r.is_usable}.values())
+        self._refs_by_rank = [list(listing.usable) for listing in listings]
+        unusable = (ref for listing in listings for ref in listing.unusable)
+        self._unusable = list({ref.place: ref for ref in unusable}.values())
+        refs = [*itertools.chain(*self._refs_by_rank), *self._unusable]
         # Without a launcher of elasticlib, each rank has a launch of its own.
         self.number, self._launch, self._pending = first.number, first.launch, first.pending
         self._find_line(first.fence, first.fence_problem)
@@ -371,9 +373,9 @@ class StateSearch:
         Raises:
             CheckpointError: the fence cannot be read, and no snapshot tells the line either.
         """
-        refs = [ref for refs in self._refs_by_rank for ref in refs]
-        self.line = line_now(fence, [*refs, *self._unusable], self._launch)
-        launches = {ref.writer.launch for ref in refs if ref.tier != DISK}
+        refs = [*itertools.chain(*self._refs_by_rank), *self._unusable]
+        self.line = line_now(fence, refs, self._launch)
+        launches = {ref.writer.launch for ref in refs if ref.tier != DISK and ref.is_usable}
         is_known = self._launch in launches or (self._launch is None and bool(launches))
         if problem and not is_known:
             raise CheckpointError(f"rank 0 could not read which state the job continues: {problem}")
@@ -405,7 +407,8 @@ class StateSearch:
             node,
             request,
             self._launch,
-            (*usable, *shortened),
+            tuple(usable),
+            tuple(shortened),
             fence,
             problem,
             tuple(ref for source in self._sources for ref in source.pending),
