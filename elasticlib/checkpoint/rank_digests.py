@@ -292,7 +292,7 @@ def _tensor_samples(flat: FlatState, parts: Sequence[StructurePart]) -> list[byt
         # A device is waited for once for each dtype, and not once for each tensor.
         counts = [sample.numel() for sample in by_position.values()]
         copies = torch.empty(sum(counts), dtype=dtype, device=device)
-        torch._foreach_copy_(list(copies.split(counts)), [*by_position.values()])
+        torch._foreach_copy_(list(torch.split(copies, counts)), [*by_position.values()])
         host = copies.cpu()
         data, begin = ctypes.string_at(host.data_ptr(), host.nbytes), 0
         for at, count in zip(by_position, counts, strict=True):

@@ -239,7 +239,8 @@ class _RestorePlanner:
         """Return a copy that shares no memory with the pack that `new` was read from."""
 
         def copy(_path: StatePath, part: Any) -> Any:
-            is_plain = isinstance(part, torch.Tensor) and not is_dtensor(part)
+            # A DTensor is that of the live state already, or a new one.
+            is_plain = type(part) in (torch.Tensor, torch.nn.Parameter)
             return self._copies.copy_of(part) if is_plain else part
 
         return map_leaves(new, copy)

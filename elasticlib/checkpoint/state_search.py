@@ -373,9 +373,9 @@ class StateSearch:
         Raises:
             CheckpointError: the fence cannot be read, and no snapshot tells the line either.
         """
-        refs = [*itertools.chain(*self._refs_by_rank), *self._unusable]
-        self.line = line_now(fence, refs, self._launch)
-        launches = {ref.writer.launch for ref in refs if ref.tier != DISK and ref.is_usable}
+        refs = [*itertools.chain(*self._refs_by_rank)]
+        self.line = line_now(fence, [*refs, *self._unusable], self._launch)
+        launches = {ref.writer.launch for ref in refs if ref.tier != DISK}
         is_known = self._launch in launches or (self._launch is None and bool(launches))
         if problem and not is_known:
             raise CheckpointError(f"rank 0 could not read which state the job continues: {problem}")

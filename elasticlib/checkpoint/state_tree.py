@@ -694,9 +694,10 @@ class _StructureEncoder:
             parts.append(StructurePart(path, token))
             return {"shard": next(self._shards)}
         position, number = next(self._numbers)
-        about = next(self._tokens) if token is _ARRAY else ""
-        parts.append(StructurePart(path, f"{token} {about}", False, True, is_in_state_dict))
-        if token is _ARRAY:
+        about = next(self._tokens) if token is _ARRAY else None
+        text = token if about is None else f"{token} {about}"
+        parts.append(StructurePart(path, text, is_tensor=True, is_in_state_dict=is_in_state_dict))
+        if about is not None:
             dtype, shape, order = self.encoding.arrays[position] = about
             return {"array": number, "dtype": dtype, "shape": shape, "order": order}
         if token in (_PARAMETER, _FROZEN_PARAMETER):
