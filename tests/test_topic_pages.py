@@ -140,7 +140,7 @@ FIXED_LIMITS = (
     "checkpoint.snapshot_service.FLUSH_TIMEOUT_S",
     "checkpoint.end_plan.Timeouts.total_s",
     "checkpoint.end_plan.Timeouts.peers_s",
-    "checkpoint.state_search.PENDING_TIMEOUT_S",
+    "checkpoint.restore.PENDING_TIMEOUT_S",
     "observe.journal.CLOSE_TIMEOUT_S",
     "stores.tcp_server.ServerLimits.handshake_timeout_s",
     "stores.tcp_server.ServerLimits.keepalive_timeout_s",

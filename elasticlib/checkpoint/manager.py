@@ -49,12 +49,12 @@ from .refs import (
     check_step,
 )
 from .reshard import has_own_rest, plan_part_layout
-from .restore import IfUnusable, RestoreResult, restore_from
+from .restore import DiskSource, IfUnusable, RestoreResult, restore_from
 from .restore_plan import check_names
 from .save_handle import LocalSave, RemoteSave, SaveHandle, SaveResults, SkippedSave
 from .snapshot_slots import MappedSlot, SnapshotSlots
 from .snapshot_source import SnapshotSource, snapshot_folder
-from .state_search import DiskSource, RestoreAgreement, StateSource, restore_numbers
+from .state_search import RestoreAgreement, StateSource, restore_numbers
 from .state_tree import FlatState, flatten, reject_state_dicts
 from .storage import CheckpointStorage, FsspecStorage, LocalStorage, open_storage, resolve_location
 from .tensor_layout import MapLocation

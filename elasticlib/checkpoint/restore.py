@@ -20,36 +20,36 @@ import attrs
 import torch
 import torch.distributed as dist
 
+from ..clock import monotonic, sleep
 from ..errors import (
     CheckpointCorruptError,
     CheckpointError,
     ConfigError,
     require_not_none,
 )
-from .collectives import (
-    capture_exception,
-    peer_group,
-    raise_first_error,
-)
+from .catalog import CheckpointCatalog, describe_problem
+from .collectives import capture_exception, peer_group, raise_first_error
+from .end_save import Growth, growing_end_folders
 from .node_reading import NodeReading
 from .pack import unpack, unpack_part
 from .per_rank import MissingValue, RankValueRule
 from .rank_digests import MAX_SHOWN_PATHS, StateDigest, digest_state
-from .refs import (
-    StateRef,
-    continue_line,
-)
+from .refs import Fence, Line, StateRef, continue_line
 from .reshard import ShardedRestore
 from .restore_plan import has_all_names, plan_restore
 from .safetensors_header import read_header
 from .state_search import RestoreAgreement, RestorePlan, StateSearch, StateSource
 from .state_tree import flatten, format_path
+from .storage import LocalStorage
 
 log = logging.getLogger("elasticlib.checkpoint")
 
 IfUnusable: TypeAlias = Literal["raise", "start_over"]  # there are checkpoints, and all are corrupt
 
 _MAX_SHOWN_REASONS = 3
+
+PENDING_TIMEOUT_S = 60.0  # for the last snapshots of nodes that leave, which others still write
+PENDING_POLL_INTERVAL_S = 0.1
 
 _SOURCE_PHRASES = {
     "memory": "from this node's memory",
@@ -113,6 +113,73 @@ class RestoreResult:
             _reject_number
         )
         __int__ = __index__ = __float__ = _reject_number
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+
+class DiskSource(StateSource):
+    """The checkpoints in one directory.
+
+    Args:
+        folder: the directory.
+        name: the name of the manager's states, see `StateRef`.
+    """
+
+    def __init__(self, folder: CheckpointCatalog, name: str = "") -> None:
+        self._folder, self._name = folder, name
+        self.place = folder.storage.name
+        self._last_read: tuple[tuple[StateRef, int], memoryview] | None = None
+
+    def list_states(self) -> Sequence[StateRef]:
+        return [self._named(ref) for ref in self._folder.list_refs()]
+
+    def read_fence(self) -> Fence | None:
+        return self._folder.known_fence()
+
+    @property
+    def pending(self) -> Sequence[StateRef]:
+        return self._folder.pending
+
+    def wait_for_pending(self, line: Line, newer_than: StateRef | None) -> None:
+        storage, growth, deadline = self._folder.storage, Growth(), monotonic() + PENDING_TIMEOUT_S
+        while growing_end_folders(storage, line, newer_than, growth) and monotonic() < deadline:
+            sleep(PENDING_POLL_INTERVAL_S)
+
+    def view(self, ref: StateRef, part: int = 0) -> memoryview:
+        """Return the pack of a part.
+
+        A part of a sharded checkpoint in a file system is mapped, and not verified. All other packs
+        are read and verified. Only the last pack is kept.
+        """
+        if self._last_read is None or self._last_read[0] != (ref, part):
+            self._last_read = None  # Free the last pack before memory for this one is allocated.
+            read = self._folder.map_file if self._is_mapped(ref) else self._folder.read
+            self._last_read = (ref, part), memoryview(read(ref, part))
+        return self._last_read[1]
+
+    def check(self, ref: StateRef, part: int = 0) -> None:
+        if self._is_mapped(ref):
+            self._folder.check_file(ref, part)
+        else:
+            self.view(ref, part)
+
+    def size_of(self, ref: StateRef) -> int:
+        return self._folder.manifest(ref).files[0].size
+
+    def read_into(self, ref: StateRef, buffer: memoryview) -> None:
+        self._last_read = None
+        self._folder.read_into(ref, buffer)
+
+    def release(self) -> None:
+        self._last_read = None
+
+    def _named(self, ref: StateRef) -> StateRef:
+        problem = f"{self._folder.describe(ref)} {describe_problem(ref)}" if ref.problem else ""
+        return attrs.evolve(ref, name=self._name, problem=problem)
+
+    def _is_mapped(self, ref: StateRef) -> bool:
+        return ref.parts > 0 and isinstance(self._folder.storage, LocalStorage)
 
 
 # -- restoring -------------------------------------------------------------------------------------

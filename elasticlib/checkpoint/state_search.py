@@ -15,12 +15,9 @@ from typing import Any, TypeAlias
 
 import attrs
 
-from ..clock import monotonic, sleep
 from ..codec import from_json, to_json
 from ..errors import CheckpointError, require_not_none
-from .catalog import CheckpointCatalog, describe_problem
 from .collectives import PeerGroup, RankError, capture_exception
-from .end_save import Growth, growing_end_folders
 from .refs import (
     DISK,
     MEMORY,
@@ -36,14 +33,10 @@ from .refs import (
     on_line,
     position,
 )
-from .storage import LocalStorage
 
 _MAX_LISTED_STATES = 4096  # per rank, the newest; bounds the size of what ranks exchange
 _MAX_LISTED_UNUSABLE = 16
 _MAX_REASON_CHARS = 400
-
-PENDING_TIMEOUT_S = 60.0  # for the last snapshots of nodes that leave, which others still write
-PENDING_POLL_INTERVAL_S = 0.1
 
 restore_numbers = itertools.count(1)  # of the restores in this process
 
@@ -111,70 +104,6 @@ class StateSource(abc.ABC):
 
     def release(self) -> None:  # noqa: B027 - most sources have nothing to release
         """Release all views."""
-
-
-class DiskSource(StateSource):
-    """The checkpoints in one directory.
-
-    Args:
-        folder: the directory.
-        name: the name of the manager's states, see `StateRef`.
-    """
-
-    def __init__(self, folder: CheckpointCatalog, name: str = "") -> None:
-        self._folder, self._name = folder, name
-        self.place = folder.storage.name
-        self._last_read: tuple[tuple[StateRef, int], memoryview] | None = None
-
-    def list_states(self) -> Sequence[StateRef]:
-        return [self._named(ref) for ref in self._folder.list_refs()]
-
-    def read_fence(self) -> Fence | None:
-        return self._folder.known_fence()
-
-    @property
-    def pending(self) -> Sequence[StateRef]:
-        return self._folder.pending
-
-    def wait_for_pending(self, line: Line, newer_than: StateRef | None) -> None:
-        storage, growth, deadline = self._folder.storage, Growth(), monotonic() + PENDING_TIMEOUT_S
-        while growing_end_folders(storage, line, newer_than, growth) and monotonic() < deadline:
-            sleep(PENDING_POLL_INTERVAL_S)
-
-    def view(self, ref: StateRef, part: int = 0) -> memoryview:
-        """Return the pack of a part.
-
-        A part of a sharded checkpoint in a file system is mapped, and not verified. All other packs
-        are read and verified. Only the last pack is kept.
-        """
-        if self._last_read is None or self._last_read[0] != (ref, part):
-            self._last_read = None  # Free the last pack before memory for this one is allocated.
-            read = self._folder.map_file if self._is_mapped(ref) else self._folder.read
-            self._last_read = (ref, part), memoryview(read(ref, part))
-        return self._last_read[1]
-
-    def check(self, ref: StateRef, part: int = 0) -> None:
-        if self._is_mapped(ref):
-            self._folder.check_file(ref, part)
-        else:
-            self.view(ref, part)
-
-    def size_of(self, ref: StateRef) -> int:
-        return self._folder.manifest(ref).files[0].size
-
-    def read_into(self, ref: StateRef, buffer: memoryview) -> None:
-        self._last_read = None
-        self._folder.read_into(ref, buffer)
-
-    def release(self) -> None:
-        self._last_read = None
-
-    def _named(self, ref: StateRef) -> StateRef:
-        problem = f"{self._folder.describe(ref)} {describe_problem(ref)}" if ref.problem else ""
-        return attrs.evolve(ref, name=self._name, problem=problem)
-
-    def _is_mapped(self, ref: StateRef) -> bool:
-        return ref.parts > 0 and isinstance(self._folder.storage, LocalStorage)
 
 
 # -- the choice of a state: pure functions ---------------------------------------------------------

@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint.restore import restore_from
-from elasticlib.checkpoint.state_search import DiskSource
+from elasticlib.checkpoint.restore import DiskSource, restore_from
 from elasticlib.errors import CheckpointError, StateMismatchError
 
 MeshSizes = tuple[int, ...]

@@ -12,7 +12,7 @@ from elasticlib import CheckpointManager
 from elasticlib.checkpoint.catalog import CheckpointCatalog
 from elasticlib.checkpoint.pack import unpack
 from elasticlib.checkpoint.refs import Integrity
-from elasticlib.checkpoint.state_search import DiskSource
+from elasticlib.checkpoint.restore import DiskSource
 from elasticlib.checkpoint.storage import LocalStorage
 from elasticlib.errors import CheckpointCorruptError, CheckpointError
 
