@@ -25,6 +25,7 @@ from ..errors import (
     ConfigError,
     StateMismatchError,
     format_error,
+    require_not_none,
 )
 
 BROADCAST_CHUNK_BYTES = 4 << 20  # a rank that neither sends nor receives needs buffers of this size
@@ -213,9 +214,8 @@ class PeerGroup:
 
         A rank without memory receives the bytes and discards them.
         """
-        if self.group is None:
-            raise CheckpointError("there is no rank to send to: this process has no process group")
-        source = dist.get_global_rank(self.group, sender)
+        group = require_not_none(self.group, "a group of several ranks")
+        source = dist.get_global_rank(group, sender)
         pending: deque[tuple[memoryview, Any]] = deque()
         free_buffers: list[memoryview] = []
         crc = 0
@@ -238,7 +238,7 @@ class PeerGroup:
                 # The backend may forward chunks from this buffer, so each one needs its own.
                 buffer = free_buffers.pop() if free_buffers else bytearray(BROADCAST_CHUNK_BYTES)
                 chunk = memoryview(buffer)[: end - begin]
-            work = dist.broadcast(_as_tensor(chunk), source, group=self.group, async_op=True)
+            work = dist.broadcast(_as_tensor(chunk), source, group=group, async_op=True)
             pending.append((chunk, work))
         while pending:
             finish()
@@ -304,12 +304,11 @@ class PeerGroup:
                     )
 
     def _start(self, transfer: Transfer, buffer: bytearray) -> Any:
-        if self.group is None:
-            raise CheckpointError("there is no rank to send to: this process has no process group")
         start = dist.isend if transfer.is_send else dist.irecv
         data = _as_tensor(memoryview(buffer)[: transfer.num_bytes])
-        peer = dist.get_global_rank(self.group, transfer.peer)
-        return start(data, peer, group=self.group, tag=_TRANSFER_TAG)
+        group = require_not_none(self.group, "a group of several ranks")
+        peer = dist.get_global_rank(group, transfer.peer)
+        return start(data, peer, group=group, tag=_TRANSFER_TAG)
 
 
 def _as_tensor(data: bytearray | memoryview) -> torch.Tensor:

@@ -36,7 +36,7 @@ from .collectives import PeerGroup
 from .commit import Committer, Selection
 from .pack import LayoutCache, PackImage
 from .per_rank import MissingValue, RankValueEncoder, read_names
-from .rank_digests import DigestCache, PartComparison, RankComparison
+from .rank_digests import PartComparison, RankComparison, digest_state
 from .refs import (
     MAX_BRANCHES_IN_HEADER,
     MEMORY,
@@ -49,19 +49,12 @@ from .refs import (
     check_step,
 )
 from .reshard import has_own_rest, plan_part_layout
-from .restore import (
-    DiskSource,
-    IfUnusable,
-    RestoreAgreement,
-    RestoreResult,
-    StateSource,
-    restore_from,
-    restore_numbers,
-)
+from .restore import DiskSource, IfUnusable, RestoreResult, restore_from
 from .restore_plan import check_names
 from .save_handle import LocalSave, RemoteSave, SaveHandle, SaveResults, SkippedSave
 from .snapshot_slots import MappedSlot, SnapshotSlots
 from .snapshot_source import SnapshotSource, snapshot_folder
+from .state_search import RestoreAgreement, StateSource, restore_numbers
 from .state_tree import FlatState, flatten, reject_state_dicts
 from .storage import CheckpointStorage, FsspecStorage, LocalStorage, open_storage, resolve_location
 from .tensor_layout import MapLocation
@@ -189,7 +182,7 @@ class CheckpointManager:
         self._has_begun = False  # the directory is acquired for the branch of `_origin`, or will be
         self._per_rank = read_names(per_rank)
         self._rank_values = RankValueEncoder(self._per_rank)
-        self._layouts, self._digests = LayoutCache(), DigestCache()
+        self._layouts = LayoutCache()
         self._writer = WriterThread(_report_saved)
         # Memory of saves, where no agent has memory for them.
         self._private_slots = SnapshotSlots(None, jobs=self._writer.jobs)
@@ -380,7 +373,7 @@ class CheckpointManager:
         self._check_last_save()
         self._check_remote_saves()
         exchange, number = self._results.digests, self._results.number_of(job)
-        digest = self._digests.digest(flat) if exchange.is_needed else None
+        digest = digest_state(flat) if exchange.is_needed else None
         if not flat.has_parts and not self.is_writer:
             if digest is not None:
                 exchange.put(number, digest)

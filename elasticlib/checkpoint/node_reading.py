@@ -13,12 +13,10 @@ import mmap
 import os
 import secrets
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..untrusted import open_regular_file
-
-if TYPE_CHECKING:
-    from .restore import RestorePlan, StateSearch
+from .state_search import RestorePlan, StateSearch
 
 _ACCESS = mmap.PROT_READ | mmap.PROT_WRITE
 

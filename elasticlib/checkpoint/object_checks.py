@@ -83,7 +83,7 @@ def cast_remedy(dtype: torch.dtype, saved: torch.dtype) -> str:
 # -- modules ---------------------------------------------------------------------------------------
 
 
-def module_mismatches(
+def _module_mismatches(
     module: torch.nn.Module, saved: object, path: StatePath, *, allow_cast: bool
 ) -> list[str]:
     """Return sentences about the differences because of which a module cannot load a state."""
@@ -162,7 +162,7 @@ def _shorten(names: Iterable[object]) -> str:
 # -- optimizers ------------------------------------------------------------------------------------
 
 
-def optimizer_mismatches(
+def _optimizer_mismatches(
     optimizer: torch.optim.Optimizer, saved: Any, path: StatePath, *, allow_cast: bool
 ) -> list[str]:
     """Return sentences about the differences because of which an optimizer cannot load a state."""
@@ -239,17 +239,21 @@ def put_back_dtypes(optimizer: torch.optim.Optimizer, loaded: Any) -> None:
                 optimizer.state[parameter][name] = value.to(current.device)
 
 
-# -- objects of elasticlib -------------------------------------------------------------------------
+# -- all objects -----------------------------------------------------------------------------------
 
 
-def own_mismatches(value: Any, saved: object, path: StatePath) -> list[str]:
-    """Return why an object with a method `check_state_dict` cannot load a state."""
-    check = getattr(value, "check_state_dict", None)
-    if not callable(check):
-        return []
+def object_mismatches(value: Any, saved: object, path: StatePath, *, allow_cast: bool) -> list[str]:
+    """Return sentences about the known reasons for which an object cannot load a state."""
+    mismatches: list[str] = []
+    check = getattr(value, "check_state_dict", None)  # Objects of elasticlib have this method.
     try:
-        check(saved)
+        if callable(check):
+            check(saved)
     except StateMismatchError as error:
         what = f"{format_path(path)}, {class_name_with_article(value)}, could not load its state"
-        return [f"{what}: {error}"]
-    return []
+        mismatches.append(f"{what}: {error}")
+    if isinstance(value, torch.nn.Module):
+        mismatches += _module_mismatches(value, saved, path, allow_cast=allow_cast)
+    if isinstance(value, torch.optim.Optimizer):
+        mismatches += _optimizer_mismatches(value, saved, path, allow_cast=allow_cast)
+    return mismatches

@@ -144,7 +144,7 @@ class PackImage:
         The pages of the slot are locked if tensors are on a GPU.
         """
         layout, memory = self.layout, slot.view(self.size)
-        if layout.devices and slot.page_lock is None:
+        if layout.devices:
             lock_pages(slot)
         if slot.views is None or slot.views[0] is not layout:
             slot.views = (layout, layout.views(memory))
@@ -308,9 +308,9 @@ def _build_layout(
     ends = [*itertools.accumulate(sizes, initial=0)]
     for place, number in enumerate(order):
         at, layout = unique[number], layouts[number]
-        entry, row = _entry_and_row(tensors[at], layout, arrays.get(at), place)
-        name = names[number] if entry[0] != _STORAGE else names[number] + _STORAGE
-        dtype, shape = ("U8", (layout.num_bytes,)) if entry[0] == _STORAGE else entry
+        plain, row = _entry_and_row(tensors[at], layout, arrays.get(at), place)
+        suffix, dtype, shape = plain or (_STORAGE, "U8", (layout.num_bytes,))
+        name = names[number] + suffix
         entries.append(PackEntry(name, dtype, shape, ends[place], ends[place + 1]))
         rows[number] = row
     tree["tensors"] = rows
@@ -370,20 +370,20 @@ def _state_text(values: str, tree: str) -> bytes:
 
 def _entry_and_row(
     tensor: torch.Tensor, layout: StridedLayout, array: Any, place: int
-) -> tuple[tuple[str, Any], Any]:
-    """Return the entry's dtype and shape, and the row that describes the tensor in the tree.
+) -> tuple[tuple[str, str, tuple[int, ...]] | None, Any]:
+    """Return the entry of a tensor, and the row that describes the tensor in the tree.
 
-    An entry of plain bytes has `_STORAGE` as its dtype and no shape. The row of a plain tensor on
-    the CPU is the number of its entry.
+    The entry is the suffix of its name, its dtype and its shape; or None if the entry has to be one
+    of bytes. The row of a plain tensor on the CPU is the number of its entry.
     """
     if array is not None:
-        dtype, shape, order = array
-        is_plain = dtype in ARRAY_DTYPES and order == "C"
-        entry = (ARRAY_DTYPES[dtype], shape) if is_plain else (_STORAGE, None)
-        return entry, ["uint8", layout.shape, layout.stride, place, ""]
-    name = _ENTRY_DTYPES.get(tensor.dtype)
-    entry = (name, layout.shape) if name is not None and layout.is_contiguous else (_STORAGE, None)
+        array_dtype, shape, order = array
+        name = ARRAY_DTYPES.get(array_dtype) if order == "C" else None
+        row = ["uint8", layout.shape, layout.stride, place, ""]
+        return None if name is None else ("", name, shape), row
+    name = _ENTRY_DTYPES.get(tensor.dtype) if layout.is_contiguous else None
     location = device_tag(tensor)
+    entry = None if name is None else ("", name, layout.shape)
     if name is not None and layout.is_row_major and location == "cpu":
         return entry, place
     return entry, [dtype_name(layout.dtype), layout.shape, layout.stride, place, location]
@@ -517,7 +517,7 @@ def _stored_tensor(data: memoryview, row: Any, header: PackHeader) -> tuple[torc
         entry, location = header.entries[_count(row)], "cpu"
         dtype = dtype_from_name(DTYPES[entry.dtype])
         base = _bytes_at(data, entry)
-        return base.view(dtype).view(entry.shape) if len(base) else _empty(dtype, entry), location
+        return base.view(dtype).view(entry.shape), location
     name, shape, stride, place, location = row
     if len(shape) != len(stride) or type(location) is not str:
         raise ValueError(f"a tensor cannot be {row!s:.200}")
@@ -528,10 +528,6 @@ def _stored_tensor(data: memoryview, row: Any, header: PackHeader) -> tuple[torc
     if not layout.is_dense or layout.num_bytes != len(base):
         raise ValueError(f"a tensor of {row!s:.200} is not the {len(base)} bytes of its entry")
     return strided_view(base.untyped_storage(), 0, layout), location
-
-
-def _empty(dtype: torch.dtype, entry: PackEntry) -> torch.Tensor:
-    return torch.empty(entry.shape, dtype=dtype)
 
 
 def _bytes_at(data: memoryview, entry: PackEntry) -> torch.Tensor:

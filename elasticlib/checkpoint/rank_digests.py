@@ -28,15 +28,9 @@ import attrs
 import torch
 
 from ..errors import CheckpointError
-from .safetensors_header import compact_json, round_up
-from .state_tree import (
-    FlatState,
-    StatePath,
-    StructurePart,
-    format_path,
-    structure_parts,
-)
-from .tensor_layout import StridedLayout, is_copyable, row_major_stride, strided_view
+from .safetensors_header import compact_json
+from .state_tree import FlatState, StatePath, StructurePart, encode_structure, format_path
+from .tensor_layout import is_copyable
 
 if TYPE_CHECKING:
     from .collectives import PeerGroup
@@ -49,7 +43,6 @@ SAMPLE_RUN = 16  # Adjacent elements are in one cache line or two.
 MAX_ROWS = 1024  # Longer lists of parts are divided into so many groups, with one CRC-32 each.
 MAX_SHOWN_PATHS = 3
 
-_MAX_ITEM_BYTES = 16  # of an element of any dtype
 _COUNTS = struct.Struct("<III")  # containers and leaves, plain values, tensors
 _NUMBER = struct.Struct("<Q")
 _BATCH_NORM_BUFFERS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
@@ -105,41 +98,28 @@ def _split_table(table: bytes) -> list[array[int]]:
     return rows
 
 
-class DigestCache:
-    """Computes digests. What depends only on the structure of the state is computed once.
+@torch.no_grad()
+def digest_state(flat: FlatState) -> StateDigest:
+    """Return the digest of a state, without its sharded tensors.
 
-    Not thread-safe. If an exception of a signal handler interrupts `digest`, the cache can still be
-    used.
+    Raises:
+        CheckpointError: A key cannot be saved; the message names its path.
     """
-
-    def __init__(self) -> None:
-        self._last: _DigestLayout | None = None
-
-    @torch.no_grad()
-    def digest(self, flat: FlatState) -> StateDigest:
-        """Return the digest of a state, without its sharded tensors."""
-        tensors = [_resolved(tensor) for tensor in flat.tensors]
-        forms = [_form_of(tensor) for tensor in tensors]
-        layout = self._last
-        if layout is None or not layout.fits(flat.structure, forms):
-            self._last = layout = _DigestLayout.of(flat, tensors, forms)
-        rows = layout.tensor_rows(tensors)
-        counts = _COUNTS.pack(len(layout.parts), len(flat.values), len(flat.tensors))
-        table = b"".join((counts, layout.structure_rows, _value_rows(flat.values), rows))
-        return StateDigest(table, layout.parts)
+    parts = encode_structure(flat.structure, range(len(flat.tensors))).parts
+    rows = (
+        _checksums([part.text.encode("utf-8", "backslashreplace") for part in parts]),
+        _checksums([compact_json(value).encode() for value in flat.values]),
+        _checksums(_tensor_samples(flat, [part for part in parts if part.is_tensor])),
+    )
+    counts = _COUNTS.pack(len(parts), len(flat.values), len(flat.tensors))
+    return StateDigest(b"".join((counts, *rows)), parts)
 
 
-def _structure_rows(parts: Sequence[StructurePart]) -> bytes:
-    group, texts = _group_size(len(parts)), [part.text for part in parts]
-    rows = ("\n".join(texts[at : at + group]) for at in range(0, len(texts), group))
-    crcs = [zlib.crc32(row.encode("utf-8", "backslashreplace")) for row in rows]
-    return array("I", crcs).tobytes()
-
-
-def _value_rows(values: Sequence[Any]) -> bytes:
-    group = _group_size(len(values))
-    texts = (compact_json(values[at : at + group]) for at in range(0, len(values), group))
-    return array("I", [zlib.crc32(text.encode()) for text in texts]).tobytes()
+def _checksums(items: Sequence[bytes]) -> bytes:
+    """Return the CRC-32 of each item, or of each group of items if there are very many."""
+    group = _group_size(len(items))
+    groups = (b"\n".join(items[at : at + group]) for at in range(0, len(items), group))
+    return array("I", map(zlib.crc32, groups)).tobytes()
 
 
 # -- the comparison ------------------------------------------------------------------------------
@@ -295,134 +275,49 @@ class PartComparison:
 # -- tensors ---------------------------------------------------------------------------------------
 
 
-def _resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose memory has its values, without pending conjugation or negation."""
-    is_lazy = tensor.is_conj() or tensor.is_neg()
-    return tensor.resolve_conj().resolve_neg() if is_lazy else tensor
+def _tensor_samples(flat: FlatState, parts: Sequence[StructurePart]) -> list[bytes]:
+    """Return the dtype and the shape of each tensor, and the elements of it that are read."""
+    exempt = _buffer_paths(flat)
+    texts: list[bytes] = []
+    samples: dict[tuple[torch.device, torch.dtype], dict[int, torch.Tensor]] = {}
+    for at, (part, tensor) in enumerate(zip(parts, flat.tensors, strict=True)):
+        is_plain = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
+        if not is_plain or tensor.is_meta or not is_copyable(tensor.dtype):
+            texts.append(b"")  # The save rejects it.
+            continue
+        texts.append(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        if part.path not in exempt and not _is_batch_norm_buffer(part):
+            samples.setdefault((tensor.device, tensor.dtype), {})[at] = _sample(tensor).reshape(-1)
+    for (device, dtype), by_position in samples.items():
+        # A device is waited for once for each dtype, and not once for each tensor.
+        counts = [sample.numel() for sample in by_position.values()]
+        copies = torch.empty(sum(counts), dtype=dtype, device=device)
+        torch._foreach_copy_(list(torch.split(copies, counts)), [*by_position.values()])
+        host = copies.cpu()
+        data, begin = ctypes.string_at(host.data_ptr(), host.nbytes), 0
+        for at, count in zip(by_position, counts, strict=True):
+            end = begin + count * dtype.itemsize
+            texts[at] += data[begin:end]
+            begin = end
+    return texts
 
 
-def _form_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return what the place of a tensor's samples depends on."""
-    is_plain = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
-    if not is_plain or not is_copyable(tensor.dtype):
-        return tensor.dtype, (), (), "meta"  # The save rejects it.
-    device = "cpu" if tensor.is_cpu else tensor.device.type
-    return tensor.dtype, tensor.shape, tensor.stride(), device
-
-
-@attrs.frozen(eq=False)
-class _Sample:
-    """The elements of one tensor that are read, and where they are copied to."""
-
-    at: int  # position of the tensor in the state
-    geometry: tuple[tuple[int, ...], tuple[int, ...]] | None  # size and stride; None: all of it
-    target: torch.Tensor
-
-
-@attrs.frozen(eq=False)
-class _DigestLayout:
-    """The elements that are read of each tensor, and the memory that they are copied to."""
-
-    structure: list[Any]
-    forms: list[tuple[Any, ...]]
-    parts: list[StructurePart]
-    structure_rows: bytes
-    samples: dict[str, list[_Sample]]  # by the type of the device
-    buffers: dict[str, torch.Tensor]  # the memory of the samples, by the type of the device
-    ranges: list[tuple[str, int, int, int]]  # of each tensor: device, first and last byte, CRC-32
-
-    @classmethod
-    def of(
-        cls, flat: FlatState, tensors: Sequence[torch.Tensor], forms: list[tuple[Any, ...]]
-    ) -> _DigestLayout:
-        """Return the layout of a state whose tensors have these forms, see `_form_of`."""
-        parts = structure_parts(flat.structure)
-        exempt = _buffer_paths(flat)
-        named = [part for part in parts if part.is_tensor]
-        sizes: dict[str, int] = {}  # of the memory, by the type of the device
-        ranges, samples = [], []
-        for at, (part, form) in enumerate(zip(named, forms, strict=True)):
-            dtype, shape, _, device = form
-            is_exempt = part.path in exempt or _is_batch_norm_buffer(part)
-            size, geometry = (0, None) if is_exempt or device == "meta" else _choose_sample(form)
-            begin = round_up(sizes.get(device, 0), _MAX_ITEM_BYTES)
-            sizes[device] = begin + size
-            ranges.append((device, begin, sizes[device], zlib.crc32(f"{dtype}{shape}".encode())))
-            if size:
-                samples.append((at, geometry))
-        buffers: dict[str, torch.Tensor] = {}
-        reads: dict[str, list[_Sample]] = {}
-        # In inference mode these would be tensors that later calls must not write to.
-        with torch.inference_mode(mode=False):
-            for at, geometry in samples:
-                device, begin, _, _ = ranges[at]
-                if device not in buffers:
-                    place = tensors[at].device
-                    buffers[device] = torch.empty(sizes[device], dtype=torch.uint8, device=place)
-                    reads[device] = []
-                shape = tuple(tensors[at].shape) if geometry is None else geometry[0]
-                layout = StridedLayout(tensors[at].dtype, shape, row_major_stride(shape))
-                offset = begin // layout.dtype.itemsize
-                target = strided_view(buffers[device].untyped_storage(), offset, layout)
-                reads[device].append(_Sample(at, geometry, target))
-        rows = _structure_rows(parts)
-        return cls(flat.structure, forms, parts, rows, reads, buffers, ranges)
-
-    def fits(self, structure: list[Any], forms: list[tuple[Any, ...]]) -> bool:
-        """Return whether this is the layout of a state of this structure."""
-        try:
-            return bool(self.forms == forms and self.structure == structure)
-        except Exception:  # A key of a dict in the state has no usable comparison.
-            return False
-
-    def tensor_rows(self, tensors: Sequence[torch.Tensor]) -> bytes:
-        """Return the CRC-32s of the tensors."""
-        memory: dict[str, memoryview] = {}
-        for device, samples in self.samples.items():
-            sources = [_read_sample(tensors[one.at], one.geometry) for one in samples]
-            torch._foreach_copy_([one.target for one in samples], sources)
-            host = self.buffers[device].cpu()
-            address = (ctypes.c_ubyte * host.numel()).from_address(host.data_ptr())
-            memory[device] = memoryview(bytes(address))
-        empty = memoryview(b"")
-        group, rows, crc = _group_size(len(self.ranges)), array("I"), 0
-        for number, (device, begin, end, first) in enumerate(self.ranges, 1):
-            crc = zlib.crc32(memory.get(device, empty)[begin:end], first ^ crc)
-            if not number % group or number == len(self.ranges):
-                rows.append(crc)
-                crc = 0
-        return rows.tobytes()
-
-
-def _choose_sample(
-    form: tuple[Any, ...],
-) -> tuple[int, tuple[tuple[int, ...], tuple[int, ...]] | None]:
-    """Return the bytes that are read of a tensor, and the size and stride of a view of them.
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of the elements that are read of a tensor.
 
     They are chosen by their indices, so that the memory layout does not matter.
     """
-    dtype, shape, stride, _ = form
-    num_bytes = math.prod(shape) * dtype.itemsize
-    if num_bytes <= SMALL_BYTES:
-        return num_bytes, None
-    sizes: list[int] = []
-    strides: list[int] = []
-    budget = NUM_SAMPLES
-    for length, step in zip(reversed(shape), reversed(stride), strict=True):
-        is_run = not sizes and len(shape) > 1  # adjacent elements of the last dimension
-        count = min(length, SAMPLE_RUN if is_run else budget)
-        sizes.insert(0, count)
-        strides.insert(0, step if is_run else step * (length // count))
-        budget //= count
-    return math.prod(sizes) * dtype.itemsize, (tuple(sizes), tuple(strides))
-
-
-def _read_sample(
-    tensor: torch.Tensor, geometry: tuple[tuple[int, ...], tuple[int, ...]] | None
-) -> torch.Tensor:
-    if geometry is None:
+    if tensor.nbytes <= SMALL_BYTES:
         return tensor
-    return tensor.as_strided(*geometry, tensor.storage_offset())
+    slices: list[slice] = []
+    budget = NUM_SAMPLES
+    for length in reversed(tensor.shape):
+        is_run = not slices and tensor.dim() > 1  # adjacent elements of the last dimension
+        count = min(length, SAMPLE_RUN if is_run else budget)
+        step = 1 if is_run else length // count
+        slices.insert(0, slice(0, count * step, step))
+        budget //= count
+    return tensor[tuple(slices)]
 
 
 def _buffer_paths(flat: FlatState) -> set[StatePath]:

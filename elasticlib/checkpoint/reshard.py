@@ -55,6 +55,7 @@ from .pack import LayoutCache, PackImage, PartContents, pack_state, unpack, unpa
 from .pack import Shards as PackShards
 from .restore_plan import has_all_names, plan_restore
 from .safetensors_header import read_meta
+from .state_search import RestoreAgreement, RestorePlan, StateSearch
 from .state_tree import (
     FlatState,
     StatePath,
@@ -81,7 +82,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-    from .restore import RestorePlan, StateSearch
 
 DTensors: TypeAlias = "Mapping[StatePath, DTensor]"
 _SavedTensor: TypeAlias = Mapping[str, TensorShard]  # a shard of it on each mesh that has it
@@ -475,17 +475,6 @@ def _parameter_of(path: StatePath, parameters: Parameters) -> Any:
 # -- restoring on all ranks ------------------------------------------------------------------------
 
 
-@attrs.frozen(eq=False)
-class ReshardedState:
-    """A sharded state whose shards were copied into the tensors of the live state."""
-
-    put: Callable[[], None]  # puts the values that are not sharded into the live state
-    holder: int  # a rank from which this rank has its shards
-    was_resharded: bool  # a rank received a part of the state, or the number of ranks differs
-    received_bytes: int  # size of the shards that this rank received
-    is_complete: bool  # the live state has all names that were saved
-
-
 class ShardedRestore:
     """An attempt of all ranks to restore a sharded state.
 
@@ -514,7 +503,7 @@ class ShardedRestore:
 
     def run(
         self, state: MutableMapping[str, Any], *, strict: bool, allow_cast: bool
-    ) -> ReshardedState | None:
+    ) -> tuple[Callable[[], None], RestoreAgreement] | None:
         """Restore the shards. Every rank must call this.
 
         Args:
@@ -524,8 +513,9 @@ class ShardedRestore:
             allow_cast: see `restore.restore_from`.
 
         Returns:
-            The result; or None, on all ranks, if the state is incomplete or corrupt or cannot be
-            read, so that another one has to be chosen.
+            The function that puts the values that are not sharded into `state`, and the agreement;
+            or None, on all ranks, if the state is incomplete or corrupt or cannot be read, so that
+            another one has to be chosen.
 
         Raises:
             StateMismatchError: the saved state does not match `state`; on all ranks.
@@ -566,9 +556,10 @@ class ShardedRestore:
             self._group.exchange(self._step, self._transfers(remote, targets))
         received = [read for read in own_reads if read.source != self._rank]
         has_moved_rest = any(sender != rank for rank, (_, sender) in enumerate(self._rest))
-        return ReshardedState(
-            put,
-            holder=received[0].source if received else self._rest[self._rank][1],
+        return put, RestoreAgreement(
+            self._plan.ref,
+            received[0].source if received else self._rest[self._rank][1],
+            self._rank,
             was_resharded=bool(remote) or has_moved_rest or self._own_part is None,
             received_bytes=sum(map(self._num_bytes, received)),
             is_complete=is_complete,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import attrs
@@ -20,9 +19,7 @@ from ..untrusted import class_name_with_article
 from .object_checks import (
     describe_difference,
     describe_tensor,
-    module_mismatches,
-    optimizer_mismatches,
-    own_mismatches,
+    object_mismatches,
     put_back_dtypes,
 )
 from .state_tree import (
@@ -164,52 +161,43 @@ class _TensorWrite:
     target: torch.Tensor
     source: torch.Tensor
 
-    @property
-    def begin(self) -> int:
-        """The first byte of the target, counted from the start of its storage."""
-        return int(self.target.storage_offset()) * self.target.element_size()
 
-    @property
-    def end(self) -> int:
-        """The first byte after the target, counted from the start of its storage."""
-        return self.begin + StridedLayout.of(self.target).extent * self.target.element_size()
+def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.device, tensor.data_ptr(), StridedLayout.of(tensor)
 
 
 def _overlapping(writes: list[_TensorWrite]) -> Iterator[list[_TensorWrite]]:
-    """Yield groups of writes to one storage. Writes of different groups do not overlap."""
+    """Yield groups of writes. Those of different groups do not overlap in memory."""
     group: list[_TensorWrite] = []
     end = 0
-    for write in sorted(writes, key=lambda write: write.begin):
-        if group and write.begin >= end:
+    for write in sorted(writes, key=lambda w: (str(w.target.device), w.target.data_ptr())):
+        begin = write.target.data_ptr()
+        if group and (begin >= end or write.target.device != group[0].target.device):
             yield group
-            group = []
+            group, end = [], 0
         group.append(write)
-        end = max(end, write.end)
+        num_bytes = StridedLayout.of(write.target).extent * write.target.element_size()
+        end = max(end, begin + num_bytes)
     yield group
 
 
 def _describe_conflict(writes: list[_TensorWrite]) -> str:
     """Return why writes into overlapping memory would overwrite each other, or an empty string."""
-    first = writes[0]
     for write in writes[1:]:
-        if _memory(write.target) != _memory(first.target):
+        if _memory(write.target) != _memory(writes[0].target):
             return (
                 "overlap in memory, and a restore fills only tensors that are the same or have "
                 "memory of their own: give one of them a copy, tensor.clone()"
             )
-        if _memory(write.source) == _memory(first.source):
+        if _memory(write.source) == _memory(writes[0].source):
             continue
-        sources = (element_bytes(w.source.to("cpu", w.target.dtype)) for w in (write, first))
+        sources = (element_bytes(w.source.to("cpu", w.target.dtype)) for w in (write, writes[0]))
         if not torch.equal(*sources):
             return (
                 "share memory, and tensors with other values were saved under these names: tie "
                 "them in the same way as when they were saved"
             )
     return ""
-
-
-def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.device, tensor.data_ptr(), StridedLayout.of(tensor)
 
 
 class _RestorePlanner:
@@ -251,7 +239,8 @@ class _RestorePlanner:
         """Return a copy that shares no memory with the pack that `new` was read from."""
 
         def copy(_path: StatePath, part: Any) -> Any:
-            is_plain = isinstance(part, torch.Tensor) and not is_dtensor(part)
+            # A DTensor is that of the live state already, or a new one.
+            is_plain = type(part) in (torch.Tensor, torch.nn.Parameter)
             return self._copies.copy_of(part) if is_plain else part
 
         return map_leaves(new, copy)
@@ -277,14 +266,11 @@ class _RestorePlanner:
 
     def _check_object(self, old: Any, new: Any, path: StatePath) -> None:
         """Add the known reasons for which an object cannot load its state."""
-        self.mismatches += own_mismatches(old, new, path)
+        self.mismatches += object_mismatches(old, new, path, allow_cast=self._allow_cast)
         if isinstance(old, torch.optim.Optimizer):
             parameters = (one for group in old.param_groups for one in group["params"])
             if any(parameter.device.type == "meta" for parameter in parameters):
                 self._add_mismatch(path, f"has parameters {_ON_META}")
-            self.mismatches += optimizer_mismatches(old, new, path, allow_cast=self._allow_cast)
-        if isinstance(old, torch.nn.Module):
-            self.mismatches += module_mismatches(old, new, path, allow_cast=self._allow_cast)
         if not isinstance(old, torch.nn.Module) or not isinstance(new, Mapping):
             return
         targets = [*old.named_parameters(remove_duplicate=False)]
@@ -306,11 +292,7 @@ class _RestorePlanner:
 
         The tensor that is restored last would overwrite the others.
         """
-        storages: dict[tuple[torch.device, int], list[_TensorWrite]] = {}
-        for write in self._writes:
-            key = (write.target.device, write.target.untyped_storage().data_ptr())
-            storages.setdefault(key, []).append(write)
-        for writes in chain.from_iterable(map(_overlapping, storages.values())):
+        for writes in _overlapping(self._writes):
             with torch.no_grad():
                 conflict = _describe_conflict(writes)
             if conflict:

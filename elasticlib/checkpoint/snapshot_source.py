@@ -21,7 +21,6 @@ from ..workers.spec import SNAPSHOTS_ENV
 from .pack import LayoutCache, PackImage
 from .refs import MAX_BRANCHES_IN_HEADER, Line, StateRef, Writer, begin, num_retained
 from .reshard import copy_number, has_own_rest, plan_part_layout
-from .restore import RestoreAgreement, StateSource
 from .safetensors_header import read_header
 from .snapshot_slots import (
     AgentWaker,
@@ -32,6 +31,7 @@ from .snapshot_slots import (
     newest_local_snapshots,
     remove_superseded,
 )
+from .state_search import RestoreAgreement, StateSource
 from .state_tree import FlatState, flatten, is_dtensor
 from .tensor_layout import lock_pages
 from .writer import WriterThread

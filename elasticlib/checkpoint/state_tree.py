@@ -23,6 +23,7 @@ import struct
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import count
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import attrs
@@ -624,7 +625,7 @@ def _exact_key(key: object) -> Any:
     return (type(key), key if type(key) in (str, int) else repr(key))
 
 
-# -- parts of a structure --------------------------------------------------------------------------
+# -- structure as JSON -----------------------------------------------------------------------------
 
 
 class StructurePart(NamedTuple):
@@ -637,52 +638,18 @@ class StructurePart(NamedTuple):
     is_in_state_dict: bool = False  # it is directly in the dict that a module returned
 
 
-def structure_parts(structure: Sequence[Any]) -> list[StructurePart]:
-    """Return the containers and leaves of a structure, in the order of its tokens.
-
-    Raises:
-        CheckpointError: A key cannot be saved; the message names its path.
-    """
-    parts: list[StructurePart] = []
-    tokens = iter(structure)
-
-    def add(path: StatePath, is_in_state_dict: bool) -> None:
-        token = next(tokens)
-        if token in _MAPPING_NAMES:
-            kind, keys = _MAPPING_NAMES[token], next(tokens)
-            keys = keys[0] if keys and type(keys[0]) is tuple else keys
-            names = () if token is dict else next(tokens)
-            encoded = [_encode_key(path, key) for key in keys]
-            parts.append(StructurePart(path, compact_json([kind, encoded, names])))
-            for key in keys:
-                add((*path, key), "_metadata" in names)
-            for name in names:
-                add((*path, PathLabel(f".{name}")), False)
-        elif token is list or token is tuple:
-            count = next(tokens)
-            parts.append(StructurePart(path, f"{token.__name__} {count}"))
-            for at in range(count):
-                add((*path, at), False)
-        else:
-            is_tensor = token is not _VALUE and token is not _SHARD
-            text = f"{token} {next(tokens)}" if token is _ARRAY else token
-            parts.append(StructurePart(path, text, token is _VALUE, is_tensor, is_in_state_dict))
-
-    add((), False)
-    return parts
-
-
-# -- structure as JSON -----------------------------------------------------------------------------
-
-
 @attrs.define
 class TreeEncoding:
-    """The structure of a state as JSON."""
+    """The structure of a state as JSON, and the parts of the structure."""
 
     tree: Any = None
-    paths: list[StatePath] = attrs.field(factory=list)  # of each tensor
+    parts: list[StructurePart] = attrs.field(factory=list)  # in the order of the tokens
     arrays: dict[int, tuple[str, tuple[int, ...], str]] = attrs.field(factory=dict)
-    num_shards: int = 0
+
+    @property
+    def paths(self) -> list[StatePath]:
+        """The path of each tensor."""
+        return [part.path for part in self.parts if part.is_tensor]
 
 
 def encode_structure(structure: Sequence[Any], numbers: Sequence[int]) -> TreeEncoding:
@@ -693,7 +660,7 @@ def encode_structure(structure: Sequence[Any], numbers: Sequence[int]) -> TreeEn
         numbers: The number of each of its tensors. Tensors of one number share their memory.
 
     Returns:
-        The JSON, the path of each tensor, and the NumPy arrays (dtype, shape and memory order) by
+        The JSON, the containers and leaves, and the NumPy arrays (dtype, shape and memory order) by
         the position of their bytes among the tensors.
 
     Raises:
@@ -706,28 +673,32 @@ def encode_structure(structure: Sequence[Any], numbers: Sequence[int]) -> TreeEn
 
 class _StructureEncoder:
     def __init__(self, structure: Sequence[Any], numbers: Sequence[int]) -> None:
-        self._tokens, self._numbers = iter(structure), numbers
+        self._tokens, self._numbers = iter(structure), enumerate(numbers)
+        self._shards = count()
         self.encoding = TreeEncoding()
 
-    def encode_next(self, path: StatePath) -> Any:
+    def encode_next(self, path: StatePath, is_in_state_dict: bool = False) -> Any:
         """Return the JSON of the value that begins at the next token and has this path."""
-        token = next(self._tokens)
+        token, parts = next(self._tokens), self.encoding.parts
         if token is _VALUE:
+            parts.append(StructurePart(path, token, is_value=True))
             return None
         if token in _MAPPING_NAMES:
             return self._mapping(path, _MAPPING_NAMES[token])
         if token is list or token is tuple:
-            items = [self.encode_next((*path, at)) for at in range(next(self._tokens))]
+            length = next(self._tokens)
+            parts.append(StructurePart(path, f"{token.__name__} {length}"))
+            items = [self.encode_next((*path, at)) for at in range(length)]
             return items if token is list else {"tuple": items}
         if token is _SHARD:
-            self.encoding.num_shards += 1
-            return {"shard": self.encoding.num_shards - 1}
-        position = len(self.encoding.paths)
-        number = self._numbers[position]
-        self.encoding.paths.append(path)
-        if token is _ARRAY:
-            about = dtype, shape, order = next(self._tokens)
-            self.encoding.arrays[position] = about
+            parts.append(StructurePart(path, token))
+            return {"shard": next(self._shards)}
+        position, number = next(self._numbers)
+        about = next(self._tokens) if token is _ARRAY else None
+        text = token if about is None else f"{token} {about}"
+        parts.append(StructurePart(path, text, is_tensor=True, is_in_state_dict=is_in_state_dict))
+        if about is not None:
+            dtype, shape, order = self.encoding.arrays[position] = about
             return {"array": number, "dtype": dtype, "shape": shape, "order": order}
         if token in (_PARAMETER, _FROZEN_PARAMETER):
             return {"parameter": number, "grad": token is _PARAMETER}
@@ -739,8 +710,12 @@ class _StructureEncoder:
         keys = next(self._tokens)
         keys = keys[0] if keys and type(keys[0]) is tuple else keys
         names = () if kind == "dict" else next(self._tokens)
-        items = [[_encode_key(path, key), self.encode_next((*path, key))] for key in keys]
-        encoded: dict[str, Any] = {kind: items}
+        encoded_keys = [_encode_key(path, key) for key in keys]
+        text = compact_json([kind, encoded_keys, names])
+        self.encoding.parts.append(StructurePart(path, text))
+        is_of_module = "_metadata" in names
+        values = [self.encode_next((*path, key), is_of_module) for key in keys]
+        encoded: dict[str, Any] = {kind: list(zip(encoded_keys, values, strict=True))}
         if names:
             labels = {name: PathLabel(f".{name}") for name in names}
             encoded["attributes"] = {n: self.encode_next((*path, at)) for n, at in labels.items()}

@@ -212,8 +212,7 @@ class CudaPageLock:
 
 def lock_pages(slot: MappedSlot) -> None:
     """Lock the pages of a slot, if this process uses CUDA."""
-    is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    if is_used and slot.page_lock is None:
+    if slot.page_lock is None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         memory = torch.frombuffer(slot.memory, dtype=torch.uint8)
         address = memory.data_ptr()
         error = int(_cuda().cudaHostRegister(address, memory.numel(), 0))

@@ -23,12 +23,8 @@ from elasticlib.checkpoint.collectives import peer_group
 from elasticlib.checkpoint.pack import LayoutCache, PackImage, Shards, plan_layout
 from elasticlib.checkpoint.refs import DISK, Branch, StateRef
 from elasticlib.checkpoint.reshard import plan_part_layout
-from elasticlib.checkpoint.restore import (
-    RestoreAgreement,
-    StateSource,
-    part_numbers,
-    restore_from,
-)
+from elasticlib.checkpoint.restore import restore_from
+from elasticlib.checkpoint.state_search import RestoreAgreement, StateSource, part_numbers
 from elasticlib.checkpoint.state_tree import flatten
 from elasticlib.codec import from_json, to_json
 from elasticlib.errors import CheckpointCorruptError, ConfigError

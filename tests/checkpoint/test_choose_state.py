@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticlib.checkpoint.refs import DISK, MEMORY, REPLICA, Branch, StateRef
-from elasticlib.checkpoint.restore import choose_state, copy_key, part_numbers
+from elasticlib.checkpoint.state_search import choose_state, copy_key, part_numbers
 
 RefsByRank = list[list[StateRef]]
 
@@ -59,17 +59,16 @@ def test_plan_does_not_depend_on_the_order_of_lists(refs_by_rank, random):
 
 
 @given(jobs(), st.data())
-def test_excluded_copies_are_not_chosen_and_the_search_ends(refs_by_rank, data):
-    excluded: set[tuple[int, StateRef]] = set()
+def test_removed_copies_are_not_chosen_and_the_search_ends(refs_by_rank, data):
+    left = [list(dict.fromkeys(refs)) for refs in refs_by_rank]
     last = None
-    while plan := choose_state(refs_by_rank, LINE, excluded):
+    while plan := choose_state(left, LINE):
         chosen = {(rank, ref) for ranks in plan.holders.values() for rank, ref in ranks.items()}
-        assert not chosen & excluded
         assert last is None or order(plan.ref) <= last
         last = order(plan.ref)
-        excluded.add(data.draw(st.sampled_from(sorted(chosen, key=repr))))
-    every = {(rank, ref) for rank, refs in enumerate(refs_by_rank) for ref in refs}
-    assert {(rank, ref) for rank, ref in every if order(ref) is not None} <= excluded
+        rank, ref = data.draw(st.sampled_from(sorted(chosen, key=repr)))
+        left[rank].remove(ref)
+    assert all(order(ref) is None for refs in left for ref in refs)
 
 
 def test_memory_is_preferred_to_disk_and_the_later_of_two_saves_counts():
@@ -88,9 +87,3 @@ def test_parts_of_two_branches_are_two_states():
         for part, branch in enumerate("ab")
     ]
     assert set(choose_state([[parts[0]], [parts[1]]], line).holders) == {1}
-
-
-def test_a_named_state_is_chosen_although_it_is_abandoned():
-    live, left = StateRef("b", 3, place="l"), StateRef("c", 9, place="x")
-    assert choose_state([[live, left]], LINE).ref == live
-    assert choose_state([[live, left]], LINE, named=left.state).ref == left

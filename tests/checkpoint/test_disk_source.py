@@ -39,14 +39,3 @@ def test_a_damaged_checkpoint_is_detected_and_a_deleted_one_is_named(tmp_path: P
     source.list_states()
     with pytest.raises(CheckpointError, match="was deleted after"):
         source.view(older)
-
-
-def test_a_step_that_is_saved_again_while_it_is_read_is_read_as_it_was(tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path) as manager:
-        manager.save(1, {"w": torch.zeros(3)}).wait()
-        source = DiskSource(CheckpointCatalog(LocalStorage(tmp_path)))
-        [ref] = source.list_states()
-        view = source.view(ref)
-        manager.save(1, {"w": torch.ones(3)}).wait()
-        assert unpack(view)["w"].tolist() == [0, 0, 0]
-        assert manager.load(1)["w"].tolist() == [1, 1, 1]

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from fidelity import (
     FORMS,
     OPTIMIZERS,
@@ -30,7 +29,6 @@ from ranks import Ranks
 
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint.restore import restore_from
-from elasticlib.errors import CheckpointError
 
 COLUMNS = ["disk", "memory", "replica"]
 
@@ -108,29 +106,3 @@ def test_sharded_optimizers_are_restored_at_other_numbers_of_ranks(
     results = ranks.run(restore_sharded, 3, tmp_path, names, ["memory1", "new1", "new2"])
     assert [source for source, _ in results] == ["memory", "peer", "peer"]
     assert all(restored == saved for _, restored in results)
-
-
-class Custom:
-    pass
-
-
-@pytest.mark.parametrize(
-    ("value", "path"),
-    [
-        ({"a": [1, Custom()]}, "state['x']['a'][1]"),
-        ([(torch.ones(1), Custom)], "state['x'][0][1]"),
-        ({"f": len}, "state['x']['f']"),
-        ({"s": slice(1)}, "state['x']['s']"),
-    ],
-)
-def test_unsupported_value_is_rejected_with_its_path(
-    tmp_path: Path, value: object, path: str
-) -> None:
-    memory = open_memory(tmp_path / "memory")
-    with CheckpointManager(tmp_path / "disk") as manager:
-        for save in (manager.save, memory.snapshot):
-            with pytest.raises(CheckpointError) as rejected:
-                save(1, {"x": value})
-            assert str(rejected.value).startswith(path)
-        assert manager.steps() == []
-    memory.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import subprocess
 import sys
@@ -224,13 +223,6 @@ def test_parameters_and_requires_grad_are_preserved() -> None:
     assert [tensor.requires_grad for tensor in unpacked] == [True, False, False]
 
 
-def test_special_floating_point_numbers_are_preserved() -> None:
-    unpacked = unpack(packed([math.nan, -math.inf, -0.0]))
-    assert math.isnan(unpacked[0])
-    assert unpacked[1] == -math.inf
-    assert math.copysign(1, unpacked[2]) == -1
-
-
 def test_each_device_of_a_copied_tensor_is_synchronized(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -301,10 +293,6 @@ def test_a_layout_is_not_reused_for_a_state_of_another_structure(
     save_each(tmp_path, state, other, state, other)
 
 
-class Unsupported:
-    pass
-
-
 CYCLE: list[Any] = []
 CYCLE.append(CYCLE)
 
@@ -320,8 +308,7 @@ def create_nested_lists(levels: int, width: int) -> list[Any]:
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({"a": [1, Unsupported()]}, r"state\['a'\]\[1\] is a test_pack.Unsupported"),
-        ({Unsupported: 1}, r"state.key\(.*\) is a type"),
+        ({object: 1}, r"state.key\(.*\) is a type"),
         (CYCLE, r"state\[0\]\[0\]\[0\] contains itself, or is nested deeper than 100 levels"),
         (
             create_nested_lists(MAX_DEPTH + 1, 1),

@@ -65,21 +65,6 @@ def test_damage_at_the_end_of_a_large_file_is_detected(tmp_path):
         load_checkpoint(path)
 
 
-@pytest.mark.long
-def test_each_flipped_byte_and_each_truncation_is_rejected(tmp_path):
-    path = tmp_path / "a.pt"
-    save_checkpoint(path, {"w": torch.arange(3), "step": 1})
-    data = path.read_bytes()
-    for at in range(len(data)):
-        flipped = data[:at] + bytes([data[at] ^ (1 << at % 8)]) + data[at + 1 :]
-        for damaged in (flipped, data[:at]):
-            path.write_bytes(damaged)
-            with pytest.raises(CheckpointCorruptError, match=r"a\.pt"):
-                load_checkpoint(path)
-    path.write_bytes(data)
-    assert load_checkpoint(path)["step"] == 1
-
-
 def test_a_file_of_torch_save_is_rejected_with_the_call_that_loads_it(tmp_path):
     path, state = tmp_path / "it's plain.pt", {"w": torch.ones(2)}
     torch.save(state, path)

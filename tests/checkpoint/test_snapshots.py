@@ -25,9 +25,9 @@ from elasticlib import Node, Script, WorkerSpec
 from elasticlib.checkpoint import snapshot_slots
 from elasticlib.checkpoint.pack import PackImage, plan_layout, unpack
 from elasticlib.checkpoint.refs import StateRef, Writer, begin
-from elasticlib.checkpoint.restore import RestoreAgreement
 from elasticlib.checkpoint.snapshot_service import NodeSnapshotService
 from elasticlib.checkpoint.snapshot_source import SnapshotSource
+from elasticlib.checkpoint.state_search import RestoreAgreement
 from elasticlib.errors import CheckpointError
 from elasticlib.rendezvous.interface import RendezvousInfo, RendezvousStoreInfo, assign_ranks
 from elasticlib.testing.waiting import wait_until
