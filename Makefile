@@ -31,7 +31,7 @@ TESTERS := pytest pytest-timeout pytest-xdist hypothesis
 BARE := tests/faults/test_recovery.py tests/checkpoint/test_restore_on_all_ranks.py \
 	tests/checkpoint/test_manager.py tests/data/test_sampler.py
 # One process runs all tests of a file, which share fixtures. Files that take long are first.
-BY_FILE := --dist loadfile --no-loadscope-reorder
+BY_FILE := --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 FAST := not (processes or long or release)
 
 # With this variable, each of the many processes that tests start compiles elasticlib again.
