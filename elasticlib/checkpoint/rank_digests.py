@@ -287,12 +287,13 @@ def _tensor_samples(flat: FlatState, parts: Sequence[StructurePart]) -> list[byt
             continue
         texts.append(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
         if part.path not in exempt and not _is_batch_norm_buffer(part):
-            samples.setdefault((tensor.device, tensor.dtype), {})[at] = _sample(tensor).reshape(-1)
+            samples.setdefault((tensor.device, tensor.dtype), {})[at] = _sample(tensor)
     for (device, dtype), by_position in samples.items():
         # A device is waited for once for each dtype, and not once for each tensor.
         counts = [sample.numel() for sample in by_position.values()]
         copies = torch.empty(sum(counts), dtype=dtype, device=device)
-        torch._foreach_copy_(list(torch.split(copies, counts)), [*by_position.values()])
+        views = zip(torch.split(copies, counts), by_position.values(), strict=True)
+        torch._foreach_copy_([v.view(one.shape) for v, one in views], [*by_position.values()])
         host = copies.cpu()
         data, begin = ctypes.string_at(host.data_ptr(), host.nbytes), 0
         for at, count in zip(by_position, counts, strict=True):
@@ -309,15 +310,16 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
     """
     if tensor.nbytes <= SMALL_BYTES:
         return tensor
-    slices: list[slice] = []
+    size: list[int] = []
+    stride: list[int] = []
     budget = NUM_SAMPLES
-    for length in reversed(tensor.shape):
-        is_run = not slices and tensor.dim() > 1  # adjacent elements of the last dimension
+    for length, step in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        is_run = not size and tensor.dim() > 1  # adjacent elements of the last dimension
         count = min(length, SAMPLE_RUN if is_run else budget)
-        step = 1 if is_run else length // count
-        slices.insert(0, slice(0, count * step, step))
+        size.insert(0, count)
+        stride.insert(0, step if is_run else step * (length // count))
         budget //= count
-    return tensor[tuple(slices)]
+    return tensor.as_strided(size, stride)
 
 
 def _buffer_paths(flat: FlatState) -> set[StatePath]:
