@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import attrs
 
 from ..codec import from_json, to_json
-from ..errors import CheckpointError, require_not_none
+from ..errors import CheckpointError
 from .collectives import PeerGroup, RankError, capture_exception
 from .refs import (
     DISK,
@@ -161,14 +161,20 @@ def choose_state(
     Returns:
         The plan, or None if the line has no state.
     """
+    placed = [
+        (at, rank, ref)
+        for rank, refs in enumerate(refs_by_rank)
+        for ref in refs
+        if (at := position(line, ref)) is not None
+    ]
+    newest = max((at for at, *_ in placed), default=None)
     candidates: dict[CopyKey, list[tuple[int, StateRef]]] = {}
-    for rank, refs in enumerate(refs_by_rank):
-        for ref in refs:
-            if position(line, ref) is not None:
-                candidates.setdefault(copy_key(ref), []).append((rank, ref))
+    for at, rank, ref in placed:
+        if at == newest:
+            candidates.setdefault(copy_key(ref), []).append((rank, ref))
     if not candidates:
         return None
-    copies = min(candidates.values(), key=lambda copies: _preference(line, copies))
+    copies = min(candidates.values(), key=_preference)
     holders: dict[int, dict[int, StateRef]] = {}
     for rank, ref in copies:
         for part in part_numbers(ref):
@@ -177,14 +183,13 @@ def choose_state(
     return RestorePlan(min((ref for _, ref in copies), key=_speed), holders)
 
 
-def _preference(line: Line, copies: Sequence[tuple[int, StateRef]]) -> tuple[object, ...]:
-    """Return a sort key of the copies of a state. The state with the smallest key is chosen."""
+def _preference(copies: Sequence[tuple[int, StateRef]]) -> tuple[object, ...]:
+    """Return a sort key of the copies of a state. That with the smallest key is chosen."""
     first = min((ref for _, ref in copies), key=_speed)
-    index, step = require_not_none(position(line, first), "a state of the line")
     number = max(ref.number for _, ref in copies) if first.tier == DISK else 0
     num_holders = len({(rank, ref.part) for rank, ref in copies})
     # The last field makes the order total, so that all ranks choose the same state.
-    return (-index, -step, first.tier == DISK, -number, -num_holders, copy_key(first))
+    return (first.tier == DISK, -number, -num_holders, copy_key(first))
 
 
 def _speed(ref: StateRef) -> tuple[int, int, str]:
