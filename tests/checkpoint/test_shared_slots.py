@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import threading
@@ -154,6 +155,18 @@ def test_a_save_needs_no_memory_of_the_agent(tmp_path: Path, full_memory: Path) 
             manager.save(2, state, snapshot=True)
         assert [*full_memory.glob("1/own.*")] == []
         assert manager.load(1)["n"] == 1
+
+
+def test_a_snapshot_in_memory_that_others_have_filled_raises_an_error(full_memory: Path) -> None:
+    with (full_memory / "other").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
+    # The first page of a new slot has no memory, so reading its mapping would raise SIGBUS.
+    with CheckpointManager(full_memory / "disk") as manager:
+        for step in (1, 2):
+            with pytest.raises(CheckpointError, match="no memory for a snapshot"):
+                manager.snapshot(step, state_of(step))
+    assert [*full_memory.glob("1/own.*")] == []
 
 
 def test_a_snapshot_waits_for_a_save_if_the_agents_memory_is_full(
