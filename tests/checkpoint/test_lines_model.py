@@ -223,10 +223,14 @@ class History(RuleBasedStateMachine):
 
     @rule(is_over=st.booleans())
     def drain(self, is_over: bool) -> None:
-        """End all workers early. The agent saves the last snapshot, if no checkpoint is as new."""
+        """End all workers early. The agent saves the last snapshot, if no checkpoint is as new.
+
+        It reads these checkpoints, so a damaged one does not count.
+        """
         self.manager.close()
         snapshot, line = self.in_memory, [] if self.tip is None else self.tip.ancestors()
-        newest, before = self.newest_on_disk(), self.folders()
+        intact = (s for s in self.line() if self.is_known(s) and not s.is_damaged)
+        newest, before = next(intact, None), self.folders()
         assert EndSave(self.memory, None).run() == ""
         is_behind = newest is None or snapshot is None or age(newest) < age(snapshot)
         if snapshot in line and is_behind and not self.is_known(snapshot):
