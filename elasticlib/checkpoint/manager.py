@@ -680,7 +680,7 @@ class CheckpointManager:
             self.wait()
         finally:
             # If the wait was interrupted, the writer still needs the resources.
-            if not self._writer.jobs:
+            if all(job.is_finished for job in tuple(self._writer.jobs)):
                 self._release()
 
     def _release(self) -> None:

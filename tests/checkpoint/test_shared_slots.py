@@ -7,6 +7,7 @@ import errno
 import os
 import threading
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import elasticlib
 from elasticlib import CheckpointManager, ElasticBatchSampler, ElasticDistributedSampler
 from elasticlib.checkpoint import snapshot_slots
+from elasticlib.checkpoint.save_handle import LocalSave
 from elasticlib.errors import CheckpointError
 from elasticlib.testing.waiting import wait_until
 
@@ -133,6 +135,26 @@ def test_without_an_agent_all_saves_are_copied_to_one_private_slot(tmp_path: Pat
     assert private_slots(manager) == 0
     assert manager.steps() == [1, 2, 3]
     assert manager.load(2)["w"].unique().tolist() == [2]
+
+
+def test_the_memory_of_a_save_is_freed_while_the_writer_still_ends_its_work(tmp_path: Path) -> None:
+    may_end = threading.Event()
+
+    def stop_after_the_save(frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_code is not LocalSave.run.__code__:
+            return None
+        if event == "return":
+            may_end.wait(60)
+        return stop_after_the_save
+
+    threading.settrace(stop_after_the_save)
+    try:
+        with CheckpointManager(tmp_path) as manager:
+            manager.save(1, state_of(1))
+        assert private_slots(manager) == 0
+    finally:
+        threading.settrace(None)  # type: ignore[arg-type]
+        may_end.set()
 
 
 @pytest.fixture
