@@ -30,6 +30,9 @@ from elasticlib import CheckpointManager
 from elasticlib.checkpoint.storage import LocalStorage
 from elasticlib.errors import CheckpointError
 
+# The calls are traced line by line, and each line costs a call.
+pytestmark = pytest.mark.timeout(400)
+
 SAVING = (
     *("checkpoint/manager.py", "checkpoint/save_handle.py", "checkpoint/snapshot_slots.py"),
     *("threads.py", threading.__file__),
