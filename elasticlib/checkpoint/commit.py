@@ -370,17 +370,22 @@ class Committer:
         fence = attrs.evolve(fence, line=line)
         self._storage.replace(FENCE_NAME, encode_fence(fence))
         with self._log_errors():
-            self._delete_leftovers({ref.place for ref in refs})
+            self._delete_leftovers({ref.place for ref in refs}, line[-1].id)
         return line
 
-    def _delete_leftovers(self, committed: set[str]) -> None:
-        """Delete temporary files, and the folders of saves that were interrupted."""
+    def _delete_leftovers(self, committed: set[str], branch: str) -> None:
+        """Delete temporary files, and the folders of saves that were interrupted.
+
+        Folders of the branch stay: another manager of this process may be writing one.
+        """
         for name in self._storage.list_files(""):
             if temp_target(name):
                 self._storage.remove(name)
         for folder in self._storage.list_folders():
-            is_ours = parse_folder_name(folder) is not None
-            if not is_ours or folder in committed or self._storage.is_link(folder):
+            named = parse_folder_name(folder)
+            if named is None or named.branch == branch:
+                continue
+            if folder in committed or self._storage.is_link(folder):
                 continue
             if MANIFEST_NAME not in self._storage.list_files(folder):
                 self._storage.remove_tree(folder, MANIFEST_NAME)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from ranks import Ranks
 
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint.snapshot_slots import list_snapshots
+from elasticlib.checkpoint.storage import LocalStorage
 from elasticlib.errors import CheckpointError
 from elasticlib.testing.waiting import wait_until
 
@@ -89,6 +91,35 @@ def test_a_manager_that_is_made_again_leaves_no_copy_of_the_state(
         return mapped + sum(cell() is not None for cell in cells)
 
     wait_until("the copies to be freed", lambda: not count_copies())
+
+
+class StorageThatWaits(LocalStorage):
+    """Storage that waits after it has written a data file."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.has_written, self.gate = threading.Event(), threading.Event()
+
+    def write(self, name: str, data: memoryview) -> int:
+        checksum = super().write(name, data)
+        self.has_written.set()
+        assert self.gate.wait(60)
+        return checksum
+
+
+@pytest.mark.usefixtures("generation_memory")
+def test_a_late_claim_of_another_manager_deletes_no_save_in_progress(tmp_path: Path) -> None:
+    storage = StorageThatWaits(tmp_path / "disk")
+    with CheckpointManager(storage) as manager, CheckpointManager(tmp_path / "disk") as other:
+        save = manager.save(1, state(1.0))
+        assert storage.has_written.wait(60)
+        # The writer thread claims the directory later, perhaps when this manager is closed already.
+        assert other.snapshot(2, state(2.0))
+        fence = tmp_path / "disk" / "fence.json"
+        wait_until("the late claim", lambda: '"epoch":2' in fence.read_text().replace(" ", ""))
+        storage.gate.set()
+        save.wait()
+        assert manager.steps() == [1]
 
 
 def test_restoring_an_earlier_step_deletes_no_later_snapshot(
