@@ -60,6 +60,9 @@ from .storage import CHECKSUM_BYTES, temp_target
 
 log = logging.getLogger("elasticlib.checkpoint")
 
+# The folders that this process is writing. Another manager of it may claim the directory meanwhile.
+FOLDERS_IN_PROGRESS: set[str] = set()
+
 _save_numbers = itertools.count(1)  # make the folders of the managers of one process unique
 
 NOT_WRITABLE_ERRORS = {
@@ -370,22 +373,18 @@ class Committer:
         fence = attrs.evolve(fence, line=line)
         self._storage.replace(FENCE_NAME, encode_fence(fence))
         with self._log_errors():
-            self._delete_leftovers({ref.place for ref in refs}, line[-1].id)
+            self._delete_leftovers({ref.place for ref in refs})
         return line
 
-    def _delete_leftovers(self, committed: set[str], branch: str) -> None:
-        """Delete temporary files, and the folders of saves that were interrupted.
-
-        Folders of the branch stay: another manager of this process may be writing one.
-        """
+    def _delete_leftovers(self, committed: set[str]) -> None:
+        """Delete temporary files, and the folders of saves that were interrupted."""
         for name in self._storage.list_files(""):
             if temp_target(name):
                 self._storage.remove(name)
         for folder in self._storage.list_folders():
-            named = parse_folder_name(folder)
-            if named is None or named.branch == branch:
-                continue
-            if folder in committed or self._storage.is_link(folder):
+            is_ours = parse_folder_name(folder) is not None
+            is_used = folder in committed or folder in FOLDERS_IN_PROGRESS
+            if not is_ours or is_used or self._storage.is_link(folder):
                 continue
             if MANIFEST_NAME not in self._storage.list_files(folder):
                 self._storage.remove_tree(folder, MANIFEST_NAME)

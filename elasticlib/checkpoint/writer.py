@@ -26,7 +26,7 @@ from ..errors import CheckpointError, require_not_none
 from ..threads import CallRejectedError, SingleCall, daemon_thread
 from .catalog import DataFile
 from .collectives import PeerGroup
-from .commit import Committer, part_name
+from .commit import FOLDERS_IN_PROGRESS, Committer, part_name
 from .rank_digests import PartComparison, RankComparison
 from .save_handle import EXIT, LocalSave, SaveResults, poll_intervals
 
@@ -333,11 +333,14 @@ def write_alone(
 
 @contextlib.contextmanager
 def _discarded_on_error(committer: Committer, folder: str, name: str) -> Iterator[None]:
+    FOLDERS_IN_PROGRESS.add(folder)
     try:
         yield
     except BaseException:
         committer.discard(folder, name)
         raise
+    finally:
+        FOLDERS_IN_PROGRESS.discard(folder)
 
 
 def _wait_for_copy(job: LocalSave) -> memoryview:
