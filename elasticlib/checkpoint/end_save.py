@@ -416,6 +416,9 @@ class StateWriter:
         self._num_puts[ref] += is_written
         if ref.values and ref.values not in self._values.get(folder, ()):
             self._storage.replace(f"{folder}/{_VALUES}{ref.values}", b"")
+            # An agent that commits removes such files after the commit, and this one may be later.
+            if MANIFEST_NAME in self._storage.list_files(folder):
+                self._storage.remove(f"{folder}/{_VALUES}{ref.values}")
         return is_written
 
     def _commit(self, held: Held) -> None:

@@ -1,4 +1,4 @@
-"""Which saved state is the newest, and which may be deleted: values and pure functions.
+"""Decide which saved state is the newest, and which may be deleted: values and pure functions.
 
 **Lines.** What one writer saves after one restore, or after one regroup in place, is a *branch*. A
 branch begins at the first save or snapshot after it, and its *line* is what it continues: the
@@ -45,7 +45,7 @@ _FOLDER_NAME = re.compile(r"step-([0-9]{10,19})\.([0-9a-f]{8})\.([0-9]{1,18}|end
 
 @attrs.frozen
 class Branch:
-    """What one writer saves after one restore, or after one regroup in place."""
+    """The states that one writer saves after one restore, or after one regroup in place."""
 
     id: str  # 8 hexadecimal digits
     until: int | None = None  # the last step of it that belongs to the line; None for the head
@@ -323,7 +323,7 @@ class Retention(abc.ABC):
 
     @property
     def last(self) -> int:
-        """How many states after a fork are needed before the states it abandoned are deleted."""
+        """The number of states after a fork that are needed to delete what it abandoned."""
         return 1
 
 

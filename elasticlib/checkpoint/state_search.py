@@ -1,4 +1,4 @@
-"""Where saved states are, and which of them all ranks of a job restore.
+"""Find the saved states that the ranks of a job can read, and choose the one that all restore.
 
 Each rank lists the states that it can reach, and each of them chooses the same one from all lists.
 A state or a copy that turns out to be unusable is removed from the lists, and the ranks choose
@@ -202,7 +202,7 @@ def _speed(ref: StateRef) -> tuple[int, int, str]:
 
 @attrs.frozen
 class _Listing:
-    """What each rank tells all ranks before they choose a state."""
+    """The list of states that a rank sends to all ranks before they choose one."""
 
     node: str
     request: str  # what the rank was asked to restore, for messages
@@ -524,7 +524,7 @@ class RestoreAgreement:
 
     @property
     def is_from_memory(self) -> bool:
-        """Whether the state was read from the memory of any node."""
+        """True if the state was read from the memory of any node."""
         return self.base is not None and self.base.tier != DISK
 
     @property
