@@ -15,13 +15,13 @@ from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(HERE)]
 
 from elasticlib import __version__  # noqa: E402
 
 project, author, copyright = "elasticlib", "", ""
 version = release = __version__
-extensions = ["myst_nb"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "making.code_tables"]
 exclude_patterns = ["making", "drawn", "static"]
 
 html_theme = "furo"
@@ -30,6 +30,15 @@ html_static_path, html_css_files = ["static"], ["site.css"]
 html_show_sphinx = html_show_copyright = False
 
 smartquotes = False
+
+# Docstrings are in Google style, and mark code as Markdown does: with one backtick.
+default_role = "literal"
+autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+autodoc_mock_imports = ["lightning", "ray", "transformers"]
+napoleon_numpy_docstring = False
+toc_object_entries_show_parents = "hide"
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3

@@ -40,20 +40,21 @@ _EXPORTS = {
     "observe.history_reader": ("read_history",),
     # Parts of a custom launcher.
     "agent.elastic_agent": ("ElasticAgent",),
-    "agent.options": ("AgentOptions",),
+    "agent.options": ("AgentOptions", "StopTimeouts"),
     "agent.interface": ("RunResult",),
-    "agent.stop_procedure": ("StopTimeouts",),
     "workers.interface": ("Workers",),
     "workers.local_workers": ("LocalWorkers",),
+    "launch.local_agent": ("LocalElasticAgent",),
     "workers.spec": (
         "WorkerSpec",
+        "WorkerGroup",
         "Script",
         "Module",
         "Command",
         "Function",
         "WorkerState",
     ),
-    "rendezvous.interface": ("RendezvousHandler",),
+    "rendezvous.interface": ("RendezvousHandler", "RendezvousInfo"),
     "rendezvous.handler": ("DynamicRendezvousHandler", "StaticRendezvousHandler"),
     "rendezvous.membership": ("Node", "RendezvousSettings", "RendezvousTimeouts"),
     "stores.interface": ("Store",),
@@ -75,7 +76,7 @@ if TYPE_CHECKING:
     from .agent.elastic_agent import ElasticAgent as ElasticAgent
     from .agent.interface import RunResult as RunResult
     from .agent.options import AgentOptions as AgentOptions
-    from .agent.stop_procedure import StopTimeouts as StopTimeouts
+    from .agent.options import StopTimeouts as StopTimeouts
     from .checkpoint.manager import CheckpointManager as CheckpointManager
     from .checkpoint.refs import KeepBest as KeepBest
     from .checkpoint.refs import KeepEvery as KeepEvery
@@ -104,6 +105,7 @@ if TYPE_CHECKING:
     from .launch.elastic_launch import elastic_launch as elastic_launch
     from .launch.launch_config import LaunchConfig as LaunchConfig
     from .launch.launch_config import SupervisionOptions as SupervisionOptions
+    from .launch.local_agent import LocalElasticAgent as LocalElasticAgent
     from .launch.observability import observe_node as observe_node
     from .logical.logical_workers import LogicalWorker as LogicalWorker
     from .logical.logical_workers import LogicalWorkers as LogicalWorkers
@@ -115,6 +117,7 @@ if TYPE_CHECKING:
     from .rendezvous.handler import DynamicRendezvousHandler as DynamicRendezvousHandler
     from .rendezvous.handler import StaticRendezvousHandler as StaticRendezvousHandler
     from .rendezvous.interface import RendezvousHandler as RendezvousHandler
+    from .rendezvous.interface import RendezvousInfo as RendezvousInfo
     from .rendezvous.membership import Node as Node
     from .rendezvous.membership import RendezvousSettings as RendezvousSettings
     from .rendezvous.membership import RendezvousTimeouts as RendezvousTimeouts
@@ -133,5 +136,6 @@ if TYPE_CHECKING:
     from .workers.spec import Function as Function
     from .workers.spec import Module as Module
     from .workers.spec import Script as Script
+    from .workers.spec import WorkerGroup as WorkerGroup
     from .workers.spec import WorkerSpec as WorkerSpec
     from .workers.spec import WorkerState as WorkerState

@@ -55,19 +55,27 @@ class RendezvousTimeoutError(RendezvousError, TimeoutError):
             failures of the workers of that generation.
     """
 
-    is_node_loss: bool = False
+    def __init__(self, *args: object, is_node_loss: bool = False) -> None:
+        super().__init__(*args)
+        self.is_node_loss = is_node_loss
 
 
 class RendezvousClosedError(RendezvousError):
-    """The job is in a terminal phase, continues without this node, or this node has left it."""
+    """The job is in a terminal phase, continues without this node, or this node has left it.
+
+    Args:
+        message: The reason.
+        change: The `elasticlib.interfaces.Change` with which the job has ended or continues. An
+            agent that joins gets its result from it; without it, the run of that agent fails.
+    """
+
+    def __init__(self, message: str = "", change: object = None) -> None:
+        super().__init__(message)
+        self.change = change
 
 
 class RendezvousConfigError(RendezvousError):
     """The settings of this node contradict those of the job."""
-
-
-class InvalidTransitionError(ElasticError):
-    """The table of the supervision policy has no entry for an event in a state: a bug."""
 
 
 class WorkerStartError(ElasticError):

@@ -95,7 +95,10 @@ class EventLoop:
                 if self._is_abandoned:
                     self.close()
 
-            thread = daemon_thread(run, "event-loop")
+            def forget(_reason: str) -> None:
+                self._thread = None  # the next caller starts another one
+
+            thread = daemon_thread(run, "event-loop", forget)
             self._thread = thread
             try:
                 start_thread(thread)

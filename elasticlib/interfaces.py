@@ -21,8 +21,14 @@ _EXPORTS = {
         "check_key",
         "check_ttl",
     ),
-    "rendezvous.blame": ("FailureKind",),
-    "rendezvous.interface": ("RendezvousHandler", "RendezvousInfo", "RendezvousStoreInfo"),
+    "rendezvous.blame": ("Evidence", "FailureKind", "Verdict"),
+    "rendezvous.interface": (
+        "RendezvousHandler",
+        "RendezvousInfo",
+        "RendezvousStoreInfo",
+        "Report",
+        "ReportKind",
+    ),
     "rendezvous.membership": (
         "Change",
         "ChangeKind",
@@ -32,7 +38,8 @@ _EXPORTS = {
         "RendezvousTimeouts",
     ),
     "rendezvous.rank_assignment": ("RankAssignment", "assign_ranks"),
-    "workers.interface": ("Heartbeat", "StopNotice", "Workers"),
+    "workers.heartbeat": ("Heartbeat",),
+    "workers.interface": ("StopHow", "StopNotice", "Workers", "WorkerView"),
     "workers.spec": ("Worker", "WorkerGroup", "WorkerSpec", "worker_environment"),
     "workers.exits": ("WorkerExit",),
     "launch.backends": ("BackendParameters",),
@@ -44,10 +51,14 @@ __getattr__, __dir__, __all__ = lazy_exports(__name__, _EXPORTS)
 if TYPE_CHECKING:
     from .launch.backends import BackendParameters as BackendParameters
     from .launch.preemption_notice import PreemptionNotice as PreemptionNotice
+    from .rendezvous.blame import Evidence as Evidence
     from .rendezvous.blame import FailureKind as FailureKind
+    from .rendezvous.blame import Verdict as Verdict
     from .rendezvous.interface import RendezvousHandler as RendezvousHandler
     from .rendezvous.interface import RendezvousInfo as RendezvousInfo
     from .rendezvous.interface import RendezvousStoreInfo as RendezvousStoreInfo
+    from .rendezvous.interface import Report as Report
+    from .rendezvous.interface import ReportKind as ReportKind
     from .rendezvous.membership import Change as Change
     from .rendezvous.membership import ChangeKind as ChangeKind
     from .rendezvous.membership import GenerationTrigger as GenerationTrigger
@@ -66,9 +77,11 @@ if TYPE_CHECKING:
     from .stores.key_space import check_key as check_key
     from .stores.key_space import check_ttl as check_ttl
     from .workers.exits import WorkerExit as WorkerExit
-    from .workers.interface import Heartbeat as Heartbeat
+    from .workers.heartbeat import Heartbeat as Heartbeat
+    from .workers.interface import StopHow as StopHow
     from .workers.interface import StopNotice as StopNotice
     from .workers.interface import Workers as Workers
+    from .workers.interface import WorkerView as WorkerView
     from .workers.spec import Worker as Worker
     from .workers.spec import WorkerGroup as WorkerGroup
     from .workers.spec import WorkerSpec as WorkerSpec

@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
-# With so many SIGINTs, the final write of snapshots and the handover of the store are given up.
-GIVE_UP_COUNT = 3
+from .defaults import GIVE_UP_COUNT
 
 
 class SignalInbox:
@@ -54,10 +53,15 @@ class SignalInbox:
         return new
 
     def release(self, numbers: Iterable[int]) -> None:
-        """Give these signals the handlers that they had before they were captured."""
+        """Give these signals the handlers that they had before they were captured.
+
+        A handler that a C library has installed is unknown to Python, and cannot be installed
+        again. Such a signal gets its default action.
+        """
         for number in numbers:
             if number in self._previous_handlers:
-                signal.signal(number, self._previous_handlers.pop(number))
+                previous = self._previous_handlers.pop(number)
+                signal.signal(number, signal.SIG_DFL if previous is None else previous)
 
     @contextmanager
     def captured(self, numbers: Iterable[int]) -> Iterator[SignalInbox]:

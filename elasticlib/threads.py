@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import errno
 import logging
 import os
 import sys
@@ -21,6 +22,8 @@ from types import FrameType
 from typing import Any, TypeVar, cast
 
 from .clock import monotonic
+from .errors import format_error
+from .open_files import open_files_hint
 
 log = logging.getLogger("elasticlib")
 
@@ -30,15 +33,19 @@ IDLE_TIMEOUT_S = 0.1  # a BackgroundQueue ends its thread so long after the last
 
 
 def daemon_thread(
-    target: Callable[[], object], name: str, on_error: Callable[[str], object] | None = None
+    target: Callable[[], object], name: str, on_error: Callable[[str], object]
 ) -> threading.Thread:
     """Return a daemon thread, which the caller starts.
+
+    Each thread has an owner that hears of its end: nobody may wait for ever for a thread that has
+    failed.
 
     Args:
         target: The function that the thread calls.
         name: The name of the thread.
         on_error: Receives the error message, in the thread, if `target` raises. The error is logged
-            as well.
+            as well. `only_logged` is for threads for which nobody waits, or whose owner learns of
+            the failure otherwise.
     """
 
     def run() -> None:
@@ -46,12 +53,18 @@ def daemon_thread(
             target()
         except BaseException as error:
             # It is not raised again: a thread has no caller that could handle it.
-            message = f"thread {name} failed: {type(error).__name__}: {error}"
+            message = f"thread {name} failed: {format_error(error)}"
+            # Any call may run out of files, and its message does not say what can be done.
+            if getattr(error, "errno", None) == errno.EMFILE and (hint := open_files_hint()):
+                message = f"{message}; {hint}"
             log.error("%s", message, exc_info=error)
-            if on_error is not None:
-                on_error(message)
+            on_error(message)
 
     return threading.Thread(target=run, name=name, daemon=True)
+
+
+def only_logged(_message: str) -> None:
+    """Do nothing: the error of a thread is in the log."""
 
 
 def start_thread(thread: threading.Thread) -> None:
@@ -95,7 +108,7 @@ def run_with_limit(action: Callable[[], Result], limit_s: float, name: str) -> R
             outcome.put((None, error))
 
     try:
-        start_thread(daemon_thread(run, name))
+        start_thread(daemon_thread(run, name, only_logged))
     except OSError:
         return action()
     try:
@@ -143,7 +156,7 @@ class BackgroundQueue:
             if self._is_closed or len(self._pending) >= self._max_pending:
                 return False
             if self._thread is None:
-                thread = daemon_thread(self._run, self._name)
+                thread = daemon_thread(self._run, self._name, only_logged)
                 try:
                     start_thread(thread)
                 except OSError:

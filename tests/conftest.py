@@ -34,6 +34,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--seeds", type=int, default=300, help="number of seeds of the rendezvous simulator"
     )
     parser.addoption(
+        "--rewrite-traces", action="store_true", help="write what the agent's machine answers"
+    )
+    parser.addoption(
         "--kills",
         type=int,
         default=20,

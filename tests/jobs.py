@@ -325,7 +325,7 @@ class Job:
         for node in self.nodes:
             if node.process.poll() is None:
                 node.kill()
-        # After a failed test, the supervisors get time to clean up; a second failure does not help.
+        # After a failed test, the guardians get time to clean up; a second failure does not help.
         with contextlib.suppress(AssertionError):
             self.wait_until_gone(seconds=5.0)
         for pid in self.processes():

@@ -13,7 +13,7 @@ EXEC_TIMEOUT_S = 1.0  # exec takes less time than this
 
 def is_alive(pid: int) -> bool:
     """Return True if the process exists and is not a zombie."""
-    return _read_state(pid) not in ("", "Z", "X")
+    return read_state(pid) not in ("", "Z", "X")
 
 
 def find_children(pid: int) -> list[int]:
@@ -89,13 +89,13 @@ def find_second_servers(agent: int) -> list[int]:
     return [pid for server in servers for pid in _find_children(server) if _is_server(pid)]
 
 
-def find_supervisor(agent: int) -> int:
-    """Return the pid of an agent's supervisor process, or 0."""
-    return next((pid for pid in _find_children(agent) if read_name(pid) == "supervisor"), 0)
+def find_guardian(agent: int) -> int:
+    """Return the pid of an agent's guardian process, or 0."""
+    return next((pid for pid in _find_children(agent) if read_name(pid) == "guardian"), 0)
 
 
 def _find_fork_servers(agent: int) -> list[int]:
-    return [pid for pid in _find_children(find_supervisor(agent)) if _is_server(pid)]
+    return [pid for pid in _find_children(agent) if _is_server(pid)]
 
 
 def _forked_by(server: int) -> list[int]:
@@ -116,7 +116,7 @@ def _find_children(pid: int) -> list[int]:
     return []
 
 
-def _read_state(pid: int) -> str:
+def read_state(pid: int) -> str:
     """Return the letter of the state of a process, or "" if it does not exist."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
@@ -143,14 +143,14 @@ def _count_resources_of_one(pid: int) -> Counter[str]:
     counts = _count_descriptors(pid) + _count_mappings(pid)
     counts["threads"] = len(os.listdir(f"/proc/{pid}/task"))
     counts["children"] = len(children)
-    counts["zombies"] = sum(_read_state(child) == "Z" for child in children)
+    counts["zombies"] = sum(read_state(child) == "Z" for child in children)
     return counts
 
 
 def count_resources(agent: int) -> Counter[str]:
-    """Count the resources of an agent (number 0), its supervisor (1) and its fork servers."""
+    """Count the resources of an agent (number 0), its guardian (1) and its fork servers."""
     counts: Counter[str] = Counter()
-    for number, pid in enumerate((agent, find_supervisor(agent), *_find_fork_servers(agent))):
+    for number, pid in enumerate((agent, find_guardian(agent), *_find_fork_servers(agent))):
         try:
             found = _count_resources_of_one(pid)
         except OSError:

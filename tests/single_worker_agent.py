@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from elasticlib import (
@@ -22,6 +22,7 @@ from elasticlib import (
 from elasticlib.rendezvous.interface import RendezvousInfo, RendezvousStoreInfo, assign_ranks
 from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.exits import WorkerExit
+from elasticlib.workers.interface import StopHow, WorkerView
 from elasticlib.workers.spec import WorkerGroup
 
 
@@ -59,39 +60,38 @@ class SingleNodeHandler(RendezvousHandler):
 
 
 class OneWorker(Workers):
-    """A worker that runs until `stop` or `finish`. By default, `finish` makes it succeed."""
+    """A worker that runs until `stop` or `end`. By default, `end` makes it succeed."""
 
     def __init__(self) -> None:
         self.up = threading.Event()
         self.starts = 0
-        self._on_exit: Callable[[int], None] = lambda _: None
-        self._running = False
-        self._code = 0
+        self._on_exit: Callable[[WorkerExit, str], None] | None = None  # while it runs
 
-    def start(self, group: WorkerGroup, on_exit: Callable[[int], None]) -> None:
-        del group
-        self._on_exit, self._running, self._code = on_exit, True, 0
+    def start(self, group: WorkerGroup, on_exit: Callable[[WorkerExit, str], None]) -> None:
+        self.rank = group.workers[0].rank
+        self._on_exit = on_exit
         self.starts += 1
         self.up.set()
 
-    def finish(self, code: int = 0) -> None:
-        self._code = code
-        self._on_exit(0)
+    def end(self, code: int = 0, *, was_stopped: bool = False) -> None:
+        on_exit, self._on_exit = self._on_exit, None
+        if on_exit is not None:
+            on_exit(self.make_exit(code, was_stopped=was_stopped), "")
 
-    def reap(self, local_rank: int) -> WorkerExit:
-        self._running = False
-        return WorkerExit(local_rank, 0, 1, self._code)
+    def make_exit(self, code: int, *, was_stopped: bool) -> WorkerExit:
+        """Return the description of an exit."""
+        return WorkerExit(0, self.rank, 1, code, stop_was_requested=was_stopped)
 
-    def running(self) -> dict[int, str]:
-        return {0: "the worker"} if self._running else {}
+    def view(self) -> Mapping[int, WorkerView]:
+        return {} if self._on_exit is None else {0: WorkerView("the worker")}
 
-    def stop(self, local_ranks: Collection[int], *, force: bool = False) -> None:
-        del local_ranks, force
-        if self._running:
-            self.finish(-15)
+    def stop(self, local_ranks: Collection[int], how: StopHow) -> None:
+        del local_ranks, how
+        self.end(-15, was_stopped=True)
 
-    def close(self) -> None:
-        self._running = False
+    def close(self, grace_s: float = 0.0) -> None:
+        del grace_s
+        self._on_exit = None
 
 
 class Run:
@@ -130,6 +130,6 @@ def running(
         wait_until("the worker to be up", workers.up.is_set)
         yield run
     finally:
-        workers.finish()
+        workers.end()
         run.result()
         wait_until("the run's threads to end", lambda: set(threading.enumerate()) <= before)

@@ -48,9 +48,10 @@ CONNECTION_MODULES = {
 
 # Modules that decide or encode. They, and all modules that they import, do no I/O.
 PURE = (
-    "agent/policy.py",
-    "agent/stop_procedure.py",
-    "agent/ending_workers.py",
+    "agent/machine.py",
+    "agent/machine_check.py",
+    "agent/messages.py",
+    "agent/stop_agreement.py",
     "agent/hang_detector.py",
     "checkpoint/boxes.py",
     "data/position.py",
@@ -62,6 +63,7 @@ PURE = (
     "rendezvous/bad_nodes.py",
     "rendezvous/blame.py",
     "rendezvous/membership.py",
+    "rendezvous/node_intent.py",
     "rendezvous/rank_assignment.py",
     "stores/key_space.py",
     "stores/tcp_protocol.py",
@@ -69,6 +71,9 @@ PURE = (
 )
 
 NO_ENVIRONMENT_IN = ("", "stores", "rendezvous", "agent", "observe", "data", "logical")
+FOREIGN_FIELDS = (
+    *("sys.argv", "raw.name", "parser.description", "args.device", "local.buffer", "tensor.data"),
+)
 NO_PLAIN_THREADS_IN = ("stores", "rendezvous", "agent", "observe", "launch", "integrations")
 MAX_FUNCTION_LINES = 50
 
@@ -311,6 +316,51 @@ def test_threads_are_created_by_daemon_thread() -> None:
         violations,
         "threads.daemon_thread reports exceptions; the owner of a plain thread would wait forever.",
     )
+
+
+def test_each_thread_has_an_owner_that_hears_of_its_end() -> None:
+    violations = [
+        f"{name}:{node.lineno}"
+        for name in NAMES
+        for node in ast.walk(parse_module(name))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "daemon_thread"
+        if len(node.args) + len(node.keywords) < 3 or ast.unparse(node).endswith("lambda _: None)")
+    ]
+    assert_none(violations, "daemon_thread gets an on_error, such as threads.only_logged.")
+
+
+def fields(name: str) -> set[str]:
+    """Return the names of the fields of all classes of a module."""
+    found = set()
+    for node in ast.walk(parse_module(name)):
+        if isinstance(node, ast.ClassDef):
+            found |= {n.attr for n in assigned_attributes(node) if ast.unparse(n.value) == "self"}
+            for line in node.body:
+                targets = line.targets if isinstance(line, ast.Assign) else [line]
+                names = [getattr(target, "target", target) for target in targets]
+                found |= {one.id for one in names if isinstance(one, ast.Name)}
+    return found
+
+
+def assigned_attributes(tree: ast.AST) -> Iterator[ast.Attribute]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+            yield node
+
+
+def test_no_module_assigns_a_field_of_another_modules_object() -> None:
+    """Fields are told apart by their names, so a field of a class of the same name is not found."""
+    own = {name: fields(name) for name in NAMES}
+    everywhere = set().union(*own.values())
+    violations = [
+        f"{name}:{node.lineno}: {ast.unparse(node)}"
+        for name in NAMES
+        for node in assigned_attributes(parse_module(name))
+        if node.attr in everywhere - own[name]
+        # These are objects of Python and of torch.
+        and ast.unparse(node) not in FOREIGN_FIELDS
+    ]
+    assert_none(violations, "Each piece of state has one owner: call a method of it.")
 
 
 def run_python(code: str) -> int:

@@ -1,6 +1,6 @@
 """The parts of docs/ that programs make are up to date.
 
-`python docs/making/redraw.py` (or `make docs`) draws the agent's policy and writes the reference.
+`python docs/making/redraw.py` (or `make docs`) draws the agent's machine.
 `make picture` runs the job of the first page and draws its picture.
 """
 
@@ -11,40 +11,41 @@ import os
 import re
 from itertools import pairwise
 from pathlib import Path
+from typing import get_args
 from xml.etree import ElementTree
 
 import pytest
-from making import survives, timeline
-from making.policy import CASES, EVENTS, arrows, rows
-from making.redraw import PAGE, PICTURE, POSITIONS, states, with_table
-from making.reference import GENERATED, pages
+from making import code_map, survives, timeline
+from making.machine import EVENTS, arrows, rows
+from making.redraw import PAGE, PICTURE, POSITIONS, phases, with_table
 from making.states import picture
 
-from elasticlib.agent.policy import AgentState
+from elasticlib.agent.machine import TABLE, EventKind, Phase
+from elasticlib.agent.messages import Effect, Event
+from elasticlib.rendezvous.blame import Evidence, FailureKind, blame
 
 ROOT = Path(__file__).parent.parent
 DESIGN = [ROOT / "docs" / "design.md", *sorted((ROOT / "docs" / "design").glob("*.md"))]
 CODE_MAP = ROOT / "docs" / "design" / "code_map.md"
 
 
-def test_each_event_of_the_policy_has_cases() -> None:
-    assert set(CASES) == EVENTS
-
-
-def test_the_page_has_the_current_table_of_the_policy() -> None:
+def test_the_page_has_the_current_table_of_the_machine() -> None:
     page = PAGE.read_text()
     assert page == with_table(page), "run `make docs`"
     assert f"({os.path.relpath(PICTURE, PAGE.parent)})" in page
+    head, *others = rows()
+    named = {(Phase(phase), EventKind(row[0])) for row in others for phase in head[1:]}
+    assert named >= set(TABLE)
 
 
-def test_the_picture_shows_the_current_policy() -> None:
-    assert PICTURE.read_text() == states(), "run `make docs`"
+def test_the_picture_shows_the_traces_of_the_machine() -> None:
+    assert PICTURE.read_text() == phases(), "run `make docs`"
 
 
-def test_the_picture_has_each_state_and_each_event_with_a_transition() -> None:
-    drawing = ElementTree.fromstring(states())
+def test_the_picture_has_each_phase_and_each_event_that_leads_to_another_one() -> None:
+    drawing = ElementTree.fromstring(phases())
     texts = [text.text for text in drawing.iter("{http://www.w3.org/2000/svg}text")]
-    assert set(POSITIONS) == {state.value for state in AgentState}
+    assert set(POSITIONS) == {phase.value for phase in Phase}
     events = [event for led_by in arrows().values() for event in led_by]
     assert sorted(filter(None, texts)) == sorted([*POSITIONS, *events])
 
@@ -55,11 +56,60 @@ def test_a_route_without_an_arrow_is_rejected() -> None:
         picture("", (1, 1), positions={"a": (0, 0)}, arrows={}, routes=route, dots={})
 
 
-def test_each_event_and_command_of_the_table_is_described() -> None:
-    page = PAGE.read_text()
-    described = set(re.findall(r"`([A-Z]\w+)`", "".join(re.findall(r"^\| `.* \|$", page, re.M))))
-    commands = {name for row in rows() for name in row[3].split(", ")} - {"-"}
-    assert {event.__name__ for event in EVENTS} | commands <= described
+def described(page: str) -> set[str]:
+    """Return the names in the first columns of the tables of a page."""
+    firsts = re.findall(r"^\| (`[^|]*) \|", page, re.M)
+    return set(re.findall(r"`([^`]+)`", " ".join(firsts)))
+
+
+def test_each_event_effect_phase_and_word_is_described() -> None:
+    names = described(PAGE.read_text())
+    messages = {one.__name__ for union in (Event, Effect) for one in get_args(union)}
+    assert set(EVENTS.values()) == set(get_args(Event))
+    assert messages | {phase.value for phase in Phase} <= names
+    before_the_table = described(PAGE.read_text().partition("<!-- table")[0])
+    assert {kind.value for kind in EventKind} <= before_the_table
+
+
+def evidence_rows() -> list[tuple[FailureKind, str]]:
+    """Return the kinds of evidence in the order of the page, and what each of them names."""
+    section = PAGE.read_text().partition("\n## Who is to blame\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \|.*\| ([^|]+) \|$", section, re.M)
+    return [(FailureKind(kind), names) for kind, names in rows]
+
+
+def test_the_page_lists_the_kinds_of_evidence_in_their_order() -> None:
+    assert [kind for kind, _ in evidence_rows()] == [*FailureKind]
+
+
+def evidence(kind: FailureKind, host: str) -> Evidence:
+    return Evidence(kind, node=f"node-{host}", host=host)
+
+
+@pytest.mark.parametrize(("kind", "names"), evidence_rows(), ids=lambda one: str(one))
+def test_the_page_says_which_evidence_names_a_host(kind: FailureKind, names: str) -> None:
+    def named(*hosts: str) -> str:
+        verdict = blame([evidence(kind, host) for host in hosts])
+        assert verdict is not None
+        return verdict.named_host
+
+    expected = {"yes": ("a", "a"), "if it holds for one host only": ("a", ""), "no": ("", "")}
+    if kind is FailureKind.LOST:  # no node reports this itself
+        assert names == "yes"
+        verdict = blame([], [evidence(kind, "a"), evidence(kind, "b")])
+        assert verdict is not None
+        assert verdict.named_host == "a"
+    else:
+        assert (named("a"), named("a", "b")) == expected[names]
+
+
+def test_the_stronger_evidence_of_the_page_decides() -> None:
+    ordered = [kind for kind, _ in evidence_rows() if kind is not FailureKind.LOST]
+    for stronger, weaker in pairwise(ordered):
+        if {stronger, weaker} != {FailureKind.KILLED, FailureKind.CRASHED}:
+            verdict = blame([evidence(weaker, "b"), evidence(stronger, "a")])
+            assert verdict is not None
+            assert verdict.kind is stronger
 
 
 def test_each_file_and_directory_that_the_design_names_exists() -> None:
@@ -72,19 +122,11 @@ def test_each_file_and_directory_that_the_design_names_exists() -> None:
     assert [name for name in names if not (ROOT / name).exists()] == []
 
 
-def test_the_code_map_has_a_row_for_each_file_of_the_packages_that_it_lists() -> None:
-    sections = re.findall(
-        r"\n## `(elasticlib(?:/\w+)?)/`\n(.*?)(?=\n## )", CODE_MAP.read_text(), re.DOTALL
-    )
+def test_the_code_map_has_a_row_for_each_file() -> None:
+    text = CODE_MAP.read_text()
+    assert text == code_map.with_tables(text), "run `python docs/making/redraw.py`"
+    sections = re.findall(r"\n## `(elasticlib(?:/\w+)*)/`\n", text)
     assert len(sections) > 11
-    for folder, text in sections:
-        files = {path.name for path in (ROOT / folder).glob("[!_]*.py")}
-        assert set(re.findall(r"`([a-z]\w*\.py)`", text)) == files, folder
-
-
-def test_the_reference_in_the_repository_is_up_to_date() -> None:
-    texts = {path.name: path.read_text() for path in GENERATED.iterdir()}
-    assert texts == pages(), "run `python docs/making/redraw.py`"
 
 
 # The picture of the README

@@ -8,21 +8,23 @@ from __future__ import annotations
 import ast
 import fnmatch
 import functools
+import importlib
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from making.declarations import check_documented, read_module
-from making.reference import MAX_COLUMNS, markdown, pages, summary, text
+from making import code_tables
 
 import elasticlib
 from elasticlib import Command, WorkerSpec, errors, interfaces, testing
 from elasticlib.launch import cli
 from elasticlib.launch.command_line import build_parser
 from elasticlib.launch.flags import FLAGS
+from elasticlib.observe.event import KINDS
+from elasticlib.observe.metrics import FAMILIES
 from elasticlib.workers.spec import Worker, WorkerGroup, worker_environment
 
 ROOT = Path(__file__).parent.parent
@@ -158,24 +160,52 @@ def list_functions(tree: ast.Module | ast.ClassDef, within: str = "") -> Iterato
 
 # The reference
 
-
-@functools.cache
-def find_signatures() -> list[str]:
-    """Return the qualified name of each signature and constant on the pages of the reference."""
-    texts = "\n".join(pages().values())
-    blocks = re.findall(r"^## .*\n\n```python\n((?:@\w+\n)*)(.*)", texts, re.MULTILINE)
-    return [re.sub(r"^(class|def) ", "", line).partition("(")[0] for _, line in blocks]
+DOCUMENTED = [
+    name
+    for page in sorted(DOCS.glob("reference/*.md"))
+    for name in re.findall(r"^\.\. auto(?:class|function|data):: ([\w.]+)$", page.read_text(), re.M)
+]
+# These need frameworks that only the tests of the integrations have.
+WITHOUT_FRAMEWORKS = [name for name in DOCUMENTED if "elasticlib.integrations." not in name]
 
 
 def test_each_public_name_is_in_the_reference_once() -> None:
-    signatures = find_signatures()
-    assert len(set(signatures)) == len(signatures)
+    assert len(set(DOCUMENTED)) == len(DOCUMENTED)
+    own = {name for name, value in vars(errors).items() if inspect.isclass(value)}
+    names = {f"elasticlib.errors.{name}" for name in own - {"ElasticError"} if name in DECLARED}
     for module in (elasticlib, testing):
-        for name in set(module.__all__) - {"__version__"}:
-            assert f"{module.__name__}.{name}" in signatures
-    error_names = {name for name, value in vars(errors).items() if inspect.isclass(value)}
-    own = {name for name in error_names if vars(errors)[name].__module__ == errors.__name__}
-    assert {f"elasticlib.errors.{name}" for name in own - {"ElasticError"}} <= set(signatures)
+        names |= {f"{module.__name__}.{name}" for name in module.__all__ if name not in NOT_NAMES}
+    names |= {
+        f"elasticlib.interfaces.{name}"
+        for name in interfaces.__all__
+        if getattr(interfaces, name) is not getattr(elasticlib, name, None)
+    }
+    assert set(WITHOUT_FRAMEWORKS) == names
+
+
+DECLARED = {
+    node.name
+    for node in ast.parse((ROOT / "elasticlib" / "errors.py").read_text()).body
+    if isinstance(node, ast.ClassDef)
+}
+NOT_NAMES = {"__version__", "errors", "integrations", "interfaces", "testing"}
+
+
+@pytest.mark.parametrize("name", WITHOUT_FRAMEWORKS)
+def test_each_documented_name_can_be_imported_and_has_a_docstring(name: str) -> None:
+    module, _, attribute = name.rpartition(".")
+    value = getattr(importlib.import_module(module), attribute)
+    if not inspect.isclass(value):
+        assert not inspect.isfunction(value) or inspect.getdoc(value), name
+        return
+    members = inspect.getmembers(value, lambda one: inspect.isfunction(one) or is_property(one))
+    names = [name for name, _ in members if not name.startswith(("_", "test_"))]
+    assert inspect.getdoc(value)
+    assert [name for name in names if not inspect.getdoc(getattr(value, name))] == []
+
+
+def is_property(value: object) -> bool:
+    return isinstance(value, property | functools.cached_property)
 
 
 @pytest.mark.parametrize("page", ["writing_a_backend", "writing_a_handler", "writing_an_agent"])
@@ -185,103 +215,23 @@ def test_reference_contains_what_authors_import(page: str) -> None:
     assert names
     for name in names:
         module = "elasticlib" if name in elasticlib.__all__ else "elasticlib.interfaces"
-        assert f"{module}.{name}" in find_signatures(), name
-
-
-def test_reference_contains_each_name_of_the_interfaces() -> None:
-    for name in set(interfaces.__all__) - set(elasticlib.__all__):
-        is_constant = not callable(getattr(interfaces, name)) or name in (
-            "CancelWatch",
-            "WatchResult",
-        )
-        signature = f"{name} = " if is_constant else f"elasticlib.interfaces.{name}"
-        assert any(signature in found for found in find_signatures()), name
-
-
-def test_overview_links_to_each_name() -> None:
-    rows = re.findall(r"^\| \[`([\w.]+)`\]\((\w+\.md)#", pages()["api.md"], re.MULTILINE)
-    names = {name.rpartition(".")[2] for name, _ in rows}
-    everything = {*elasticlib.__all__, *interfaces.__all__, *testing.__all__} - {"__version__"}
-    assert everything <= names
-    assert {page for _, page in rows} <= pages().keys()
-
-
-def test_the_reference_of_a_class_includes_members_of_its_private_base() -> None:
-    page = pages()["data.md"]
-    for name in ("position", "set_epoch", "load_state_dict"):
-        assert f"### ElasticBatchSampler.{name}\n" in page or f"| `{name}` | " in page
-    assert page.count("### ElasticBatchSampler.set_epoch\n") == 1
-
-
-def test_fields_have_their_comment_type_and_default() -> None:
-    comment = "a node that has not refreshed its lease for this long is lost"
-    row = f"| `lease_ttl` | `float` | `5.0` | {comment} |"
-    assert row in pages()["rendezvous.md"].splitlines()
+        assert f"{module}.{name}" in DOCUMENTED, name
 
 
 def test_each_flag_is_in_the_reference_with_its_variable() -> None:
-    page = pages()["elasticrun.md"]
+    page = "\n".join(code_tables.elasticrun())
     for dest, option in FLAGS.items():
         row = rf"^\| `[^`]*{re.escape(option.name)}\b[^`]*` \| .+ \| `PET_{dest.upper()}` \|$"
         assert re.search(row, page, re.MULTILINE), option.name
 
 
-def test_each_subcommand_is_in_the_reference() -> None:
-    headings = re.findall(r"^## elasticlib (\w+)$", pages()["elasticlib_command.md"], re.MULTILINE)
-    assert headings == list(cli.COMMANDS)
+def test_each_subcommand_event_and_metric_is_in_the_reference() -> None:
+    def headings(texts: Iterable[str]) -> list[str]:
+        return re.findall(r"^## (.*)$", "\n".join(texts), re.MULTILINE)
 
-
-def test_a_public_name_without_a_docstring_is_rejected() -> None:
-    source = ast.parse(
-        'class Documented:\n    """Text."""\n    def undocumented(self): ...\ndef function(): ...\n'
-    )
-    module = read_module("errors")
-    documented, function = source.body
-    assert isinstance(documented, ast.ClassDef)
-    assert isinstance(function, ast.FunctionDef)
-    with pytest.raises(
-        LookupError, match=r"here\.Documented\.undocumented is public and has no docstring"
-    ):
-        check_documented("here.Documented", module, documented)
-    with pytest.raises(LookupError, match="here is public and has no docstring"):
-        check_documented("here", module, function)
-    # A method without a docstring of its own has that of its base class.
-    store = read_module("stores.memory_store")
-    found = store.find("MemoryStore")
-    assert found is not None
-    check_documented("elasticlib.MemoryStore", *found)
-
-
-@pytest.mark.parametrize(
-    ("docstring", "expected"),
-    [
-        ("a `b` and `c*d*e`, 2 * 3 * 4", r"a `b` and `c*d*e`, 2 \* 3 \* 4"),
-        ("**bold** name_ and <x>", r"**bold** name\_ and \<x>"),
-        ("*this* one, *a\nb* and snake_case", "*this* one, \\*a\nb\\* and snake_case"),
-        ("* one\n* two `a*b`", "* one\n* two `a*b`"),
-        ("so::\n\n    a * b_\n\nand a*b", "so:\n\n```python\na * b_\n```\n\nand a\\*b"),
-    ],
-)
-def test_only_code_in_a_docstring_is_markup(docstring: str, expected: str) -> None:
-    assert text(docstring) == expected
-
-
-def test_sections_of_a_docstring_become_lists() -> None:
-    docstring = (
-        "Do it.\n\nArgs:\n    one: the first,\n        continued.\n    two: `x: y`.\n\n"
-        "Returns:\n    The result."
-    )
-    assert markdown(docstring) == (
-        "Do it.\n\n**Arguments:**\n\n- `one`: the first, continued.\n- `two`: `x: y`.\n\n"
-        "**Returns:** The result."
-    )
-    assert summary("Return a | b. It is new.\n\nMore.") == r"Return a \| b."
-
-
-def test_verbatim_blocks_fit_the_width_of_the_page() -> None:
-    blocks = re.findall(r"```text\n(.*?)```", pages()["elasticlib_command.md"], re.DOTALL)
-    assert len(blocks) >= 2
-    assert max(len(line) for block in blocks for line in block.splitlines()) <= MAX_COLUMNS
+    assert headings(code_tables.commands()) == [f"elasticlib {name}" for name in cli.COMMANDS]
+    assert headings(code_tables.events()) == [*KINDS]
+    assert all(f"`{name}`" in "".join(code_tables.metrics()) for name in FAMILIES)
 
 
 # Variables and exit codes
@@ -299,7 +249,7 @@ def test_the_page_of_variables_lists_those_that_workers_get() -> None:
     spec = WorkerSpec(Command("x"), 1, virtual_local_rank=True)
     (worker,) = workers = (Worker(0, 0, 0, 1, 1),)
     group = WorkerGroup(spec, workers, "job", 1, 0, 1, "here", 1)
-    variables = worker_environment(group, worker, {}, error_file="", cores=1)
+    variables = worker_environment(group, worker, {}, cores=1)
     section = read_text("reference/environment").partition("## Set for each worker")[2]
     assert set(variables) <= set(re.findall(r"`([A-Z_]+)`", section))
 

@@ -19,7 +19,6 @@ from elasticlib.launch.arguments import parse_launch
 from elasticlib.launch.command_line import build_parser
 from elasticlib.observe.formatting import format_duration
 from elasticlib.observe.history import PHASES
-from elasticlib.observe.metrics import FAMILIES
 
 GUIDE = sorted(str(path.relative_to(DOCS)) for path in (DOCS / "guide").glob("*.md"))
 PAGES = [*GUIDE, "troubleshooting.md"]
@@ -144,13 +143,3 @@ def test_durations_of_a_summary_on_a_page_are_written_as_elasticrun_writes_them(
 def test_reports_page_describes_each_phase_of_lost_time() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", FOUND["guide/reports.md"][0], re.MULTILINE)
     assert rows == list(PHASES.items())
-
-
-def test_metrics_page_describes_each_metric() -> None:
-    rows = re.findall(
-        r"^\| `(\w+)` \| (\w+) \| (.*?) ?\| (.*) \|$", FOUND["guide/metrics.md"][0], re.MULTILINE
-    )
-    assert rows == [
-        (family.name, family.type, ", ".join(f"`{name}`" for name in family.labels), family.help)
-        for family in FAMILIES.values()
-    ]

@@ -153,3 +153,12 @@ def test_the_program_of_the_page_runs(tmp_path: Path) -> None:
             check=False,
         )
         assert (done.returncode, done.stdout) == (code, output), done.stderr
+
+
+@pytest.mark.faults
+def test_the_agent_of_the_page_runs(tmp_path: Path) -> None:
+    (code,) = (code for _, code in BLOCKS if code.startswith("# agent.py"))
+    (tmp_path / "agent.py").write_text(code)
+    command = [sys.executable, str(tmp_path / "agent.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout == "succeeded [(0, 0), (1, 2)]\n", done.stderr

@@ -131,12 +131,15 @@ def test_requirements_of_page_are_those_of_setup_cfg() -> None:
 
 # Where the code has the limits of the table "Fixed limits", in its order.
 FIXED_LIMITS = (
-    "workers.process_launcher.FORK_SERVER_TIMEOUT_S",
-    "agent.elastic_agent.WORKER_START_TIMEOUT_S",
+    "workers.process_keeper.PREPARE_TIMEOUT_S",
+    "workers.fork_client.CONTINUE_AFTER_S",
+    "workers.fork_client.KILL_AFTER_S",
+    "workers.worker_process.FILES_TIMEOUT_S",
+    "workers.worker_process.VALUE_TIMEOUT_S",
+    "workers.process_keeper.CLEAN_TIMEOUT_S",
     "rendezvous.reconcile.QUICK_FAILURE_S",
     "rendezvous.reconcile.RESTART_DELAY_S",
     "agent.hang_detector.PEER_REPORT_TIMEOUT_S",
-    "agent.elastic_agent.ROOT_CAUSE_TIMEOUT_S",
     "checkpoint.snapshot_service.FLUSH_TIMEOUT_S",
     "checkpoint.end_plan.Timeouts.total_s",
     "checkpoint.end_plan.Timeouts.peers_s",

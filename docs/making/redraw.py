@@ -1,7 +1,7 @@
 """Update the generated parts of the documentation that are in the repository.
 
 `python docs/making/redraw.py` (or `make docs`) writes the table and the picture of the agent's
-policy, and the pages of the reference. Tests compare all of them with the code.
+machine, and the tables of the code map. Tests compare them with the code.
 """
 
 from __future__ import annotations
@@ -14,48 +14,43 @@ DOCS = Path(__file__).parent.parent
 if __name__ == "__main__":
     sys.path[:0] = [str(DOCS), str(DOCS.parent)]
 
-from elasticlib.agent.policy import AgentState  # noqa: E402
-from making.policy import arrows, table  # noqa: E402
-from making.reference import GENERATED, pages  # noqa: E402
+from elasticlib.agent.machine import Phase  # noqa: E402
+from making import code_map  # noqa: E402
+from making.machine import arrows, table  # noqa: E402
 from making.states import Arrow, Point, picture  # noqa: E402
 
 PAGE = DOCS / "design" / "agent.md"
-PICTURE = DOCS / "drawn" / "agent_states.svg"
+CODE_MAP = DOCS / "design" / "code_map.md"
+PICTURE = DOCS / "drawn" / "agent_phases.svg"
 
-# The center of the box of each state.
+# The center of the box of each phase.
 POSITIONS = {
-    AgentState.JOINING.value: (130.0, 250.0),
-    AgentState.RUNNING.value: (470.0, 250.0),
-    AgentState.FINISHED.value: (660.0, 70.0),
-    AgentState.STOPPING.value: (320.0, 450.0),
-    AgentState.ENDING.value: (660.0, 450.0),
-    AgentState.ENDED.value: (860.0, 250.0),
+    Phase.JOINING.value: (130.0, 90.0),
+    Phase.ACTIVE.value: (640.0, 90.0),
+    Phase.STOPPING.value: (385.0, 270.0),
+    Phase.CLOSING.value: (385.0, 440.0),
+    Phase.ENDED.value: (700.0, 440.0),
 }
 # The bends of an arrow and the start of its text. An arrow that is not listed is straight.
 ROUTES: Mapping[Arrow, tuple[Sequence[Point], Point]] = {
-    ("joining", "running"): ((), (350, 244)),
-    ("joining", "ended"): ([(130, 590), (885, 590)], (495, 606)),
-    ("joining", "ending"): ([(155, 560), (645, 560)], (225, 496)),
-    ("running", "stopping"): ((), (400, 332)),
-    ("running", "finished"): ((), (565, 164)),
-    ("running", "ending"): ((), (570, 340)),
-    ("stopping", "ended"): ([(320, 530), (845, 530)], (590, 524)),
-    ("stopping", "joining"): ((), (222, 356)),
-    ("stopping", "ending"): ((), (490, 466)),
-    ("finished", "ended"): ((), (775, 146)),
-    ("finished", "ending"): ((), (666, 300)),
-    ("finished", "stopping"): ([(290, 110), (290, 400)], (300, 128)),
-    ("finished", "joining"): ([(130, 70)], (380, 64)),
-    ("ending", "ended"): ((), (765, 352)),
+    ("joining", "active"): ((), (385, 84)),
+    ("active", "joining"): ([(640, 42), (130, 42)], (385, 20)),
+    ("active", "stopping"): ((), (560, 152)),
+    ("stopping", "joining"): ((), (262, 178)),
+    ("joining", "stopping"): ([(110, 270)], (212, 264)),
+    ("joining", "closing"): ([(80, 440)], (200, 400)),
+    ("stopping", "closing"): ((), (335, 336)),
+    ("active", "closing"): ([(680, 360), (420, 360)], (560, 378)),
+    ("closing", "ended"): ((), (545, 434)),
 }
 
 
-def states() -> str:
-    """Return the picture of the states."""
-    dots = {AgentState.JOINING.value: (30.0, 250.0), AgentState.ENDED.value: (960.0, 250.0)}
+def phases() -> str:
+    """Return the picture of the phases."""
+    dots = {Phase.JOINING.value: (30.0, 90.0), Phase.ENDED.value: (810.0, 440.0)}
     return picture(
-        "The states of an agent, and the events that lead from one to another",
-        (990, 665),
+        "The phases of an agent, and the events that lead from one to another",
+        (860, 500),
         positions=POSITIONS,
         arrows=arrows(),
         routes=ROUTES,
@@ -76,20 +71,7 @@ def with_table(page: str) -> str:
     return f"{before}{start}{table()}\n{end}{after}"
 
 
-def update_reference() -> None:
-    """Write the pages of the reference, and delete pages that are not generated any more."""
-    GENERATED.mkdir(exist_ok=True)
-    texts = pages()
-    for path in GENERATED.iterdir():
-        if path.name not in texts:
-            path.unlink()
-    for name, text in texts.items():
-        path = GENERATED / name
-        if not path.exists() or path.read_text() != text:
-            path.write_text(text)
-
-
 if __name__ == "__main__":
+    CODE_MAP.write_text(code_map.with_tables(CODE_MAP.read_text()))
     PAGE.write_text(with_table(PAGE.read_text()))
-    PICTURE.write_text(states())
-    update_reference()
+    PICTURE.write_text(phases())

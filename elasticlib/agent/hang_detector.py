@@ -13,12 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
 
-from ..errors import ConfigError
+from ..errors import ConfigError, RendezvousConfigError
 from ..observe.formatting import format_ranks, group_stacks
+from ..rendezvous import store_layout
 from ..workers.interface import NO_STEP, Heartbeat
-from .policy import AgentCommand, HangDetected, Publish, Subscribe, decode, encode
 
-HANG_TOPIC = "hang/"  # the progress of each node's ranks, by node rank, once a worker hangs
 MAX_HOST_CHARS = 200
 PEER_REPORT_TIMEOUT_S = 3.0  # wait for the other nodes' reports after a hang was found
 SUSPECT_FRACTION = 0.5  # of a limit; from here on, a hang on another node counts as one here
@@ -237,7 +236,7 @@ def _describe_steps(lowest: int, ranks: Iterable[RankProgress]) -> str:
 
 def encode_progress(progress: Iterable[RankProgress]) -> bytes:
     """Encode the progress of a node's ranks for the other nodes."""
-    return encode(tuple(progress))
+    return store_layout.encode(tuple(progress))
 
 
 def decode_progress(data: bytes) -> list[RankProgress]:
@@ -245,16 +244,23 @@ def decode_progress(data: bytes) -> list[RankProgress]:
 
     Returns an empty list if the data are invalid.
     """
-    ranks = decode(RankProgressList, data) or ()
+    try:
+        ranks = store_layout.decode(RankProgressList, data, "a published value")
+    except RendezvousConfigError:
+        return []
     return [attrs.evolve(rank, host=rank.host[:MAX_HOST_CHARS]) for rank in ranks]
 
 
 @attrs.frozen
-class DumpStacks(AgentCommand):
-    """Make the workers write their Python stacks."""
+class HangFinding:
+    """Workers make no progress."""
 
-
-HangTransition = tuple["HangDetector", tuple[AgentCommand, ...]]
+    reason: str
+    inactive_since: float
+    stacks: str = ""  # of the slowest rank, if it is on this node
+    node_rank: int = -1  # group rank of the node whose worker hangs; -1 if the evidence names none
+    rank: int = -1  # the worker's global rank
+    host: str = ""  # name of that node's host
 
 
 @attrs.frozen
@@ -274,7 +280,6 @@ class HangDetector:
     next_poll_at: float = attrs.field(
         default=attrs.Factory(lambda self: self.started_at, takes_self=True)
     )
-    is_subscribed: bool = False  # to the reports of other nodes
     suspect: Inactivity | None = None  # the worker that hangs
     inactive_since: float = 0.0  # when the suspect was active last
     own_progress: Sequence[RankProgress] = ()  # of this node's ranks, when the hang was found
@@ -282,9 +287,16 @@ class HangDetector:
     peer_deadline: float = 0.0  # end of the wait for the other nodes
     peer_reports: Sequence[Sequence[RankProgress]] = ()  # of each other node
 
-    def on_peer_reports(self, messages: Mapping[str, bytes]) -> HangDetector:
-        """Store the progress that the other nodes have published."""
-        own = str(self.node_rank)
+    @property
+    def due_at(self) -> float:
+        """The time of the next poll."""
+        if self.suspect is None:
+            return self.next_poll_at
+        return float("inf") if self.stacks is None else self.peer_deadline
+
+    def on_peer_reports(self, messages: Mapping[int, bytes]) -> HangDetector:
+        """Store the progress that the other nodes have published, by node rank."""
+        own = self.node_rank
         reports = [decode_progress(data) for node, data in messages.items() if node != own]
         return attrs.evolve(self, peer_reports=reports)
 
@@ -304,11 +316,11 @@ class HangDetector:
             "elasticlib.context().step(step) after each"
         )
 
-    def on_stacks(self, now: float, stacks: Mapping[int, str]) -> HangTransition:
-        """Store the stacks of the workers, and report the hang to the other nodes.
+    def on_stacks(self, now: float, stacks: Mapping[int, str]) -> tuple[HangDetector, bytes]:
+        """Store the stacks of the workers. Return also what the other nodes must know.
 
-        The report waits for the stacks: a node that learns of the hang could stop the job while
-        the slowest worker's stacks are being written.
+        It is published after the stacks are there: a node that learns of the hang could stop the
+        job while the slowest worker's stacks are being written.
         """
         texts = {self.ranks[local_rank]: text for local_rank, text in stacks.items()}
         progress = [
@@ -319,19 +331,22 @@ class HangDetector:
             self,
             stacks=stacks,
             own_progress=progress,
-            peer_deadline=now + PEER_REPORT_TIMEOUT_S,
+            peer_deadline=now + (PEER_REPORT_TIMEOUT_S if self.num_peers else 0.0),
         )
-        if not self.num_peers:
-            return detector, ()
-        report = encode_progress(progress)
-        return detector, (Publish(HANG_TOPIC, str(self.node_rank), report),)
+        return detector, encode_progress(progress)
 
-    def poll(self, now: float, heartbeats: Mapping[int, Heartbeat]) -> HangTransition:
-        """React to the time, and to the workers' current heartbeats."""
+    def poll(
+        self, now: float, heartbeats: Mapping[int, Heartbeat]
+    ) -> tuple[HangDetector, HangFinding | bool]:
+        """React to the time, and to the workers' current heartbeats.
+
+        Returns:
+            The next state; and True if the stacks of the workers are needed, or what was found.
+        """
         if self.suspect is not None:
-            return self._report_hang_if_complete(self.suspect, now)
+            return self, self._finding_if_complete(self.suspect, now) or False
         if now < self.next_poll_at:
-            return self, ()
+            return self, False
         started_at, late_s = self.started_at, now - self.next_poll_at
         inactivity = longest_inactivity(now, started_at, heartbeats, self.limits)
         if inactivity is not None and late_s > inactivity.limit * PAUSE_FRACTION:
@@ -341,17 +356,15 @@ class HangDetector:
         next_poll_at = now + min(1.0, limit / 8)
         detector = attrs.evolve(self, started_at=started_at, next_poll_at=next_poll_at)
         if inactivity is None or inactivity.fraction < SUSPECT_FRACTION:
-            return detector, ()
+            return detector, False
         if inactivity.fraction >= 1 or self.peer_reports:
-            return detector._start_collecting(now, inactivity, heartbeats)
-        if self.is_subscribed or not self.num_peers:
-            return detector, ()
-        return attrs.evolve(detector, is_subscribed=True), (Subscribe(HANG_TOPIC),)
+            return detector._with_suspect(now, inactivity, heartbeats), True
+        return detector, False
 
-    def _start_collecting(
+    def _with_suspect(
         self, now: float, inactivity: Inactivity, heartbeats: Mapping[int, Heartbeat]
-    ) -> HangTransition:
-        """Record which worker hangs, and request the stacks and the other nodes' reports."""
+    ) -> HangDetector:
+        """Record which worker hangs, and the progress of all."""
         progress = [
             RankProgress(
                 self.ranks[local_rank],
@@ -365,26 +378,23 @@ class HangDetector:
             for local_rank, heartbeat in heartbeats.items()
         ]
         inactive_since = now - inactivity.seconds
-        detector = attrs.evolve(
+        return attrs.evolve(
             self, suspect=inactivity, inactive_since=inactive_since, own_progress=progress
         )
-        return detector, (Subscribe(HANG_TOPIC), DumpStacks()) if self.num_peers else (
-            DumpStacks(),
-        )
 
-    def _report_hang_if_complete(self, suspect: Inactivity, now: float) -> HangTransition:
+    def _finding_if_complete(self, suspect: Inactivity, now: float) -> HangFinding | None:
         is_waiting = len(self.peer_reports) < self.num_peers and now < self.peer_deadline
         if self.stacks is None or is_waiting:
-            return self, ()
+            return None
         progress, stacks = self._all_progress, self.stack_report()
         num_missing = max(0, self.num_peers - len(self.peer_reports))
         reason = describe_hang(progress, suspect.limit, num_missing=num_missing)
-        event = HangDetected(reason, self.inactive_since, stacks)
+        finding = HangFinding(reason, self.inactive_since, stacks)
         hung = find_hung_rank(progress)
-        if hung is not None and not num_missing:
+        if hung is None or num_missing:
             # The ranks of a node that has not reported may be the cause.
-            event = attrs.evolve(event, node_rank=hung.node_rank, host=hung.host)
-        return self, (event,)
+            return finding
+        return attrs.evolve(finding, node_rank=hung.node_rank, rank=hung.rank, host=hung.host)
 
     def stack_report(self) -> str:
         """Return the stacks of those ranks of this node that hang or are at the job's lowest step.

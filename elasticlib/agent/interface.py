@@ -18,8 +18,8 @@ from ..workers.spec import WorkerGroup, WorkerState
 class RootCause:
     """The first failure of a generation, over all nodes.
 
-    If workers could not be started, or hang, no single worker has failed: `rank` and `local_rank`
-    are then -1.
+    If a node cannot run such workers, or workers hang, no single worker has failed: `rank` and
+    `local_rank` are then -1.
     """
 
     host: str
@@ -32,7 +32,7 @@ class RootCause:
     summary: str  # one line: which worker, how it failed, and why
     message: str = ""
     traceback: str = ""
-    stderr_tail: str = ""
+    stderr_tail: str = ""  # the end of its stderr, if it has written no traceback
     log_dir: str = ""  # directory of the worker's files on `host`
     subsequent_ranks: tuple[int, ...] = ()  # global ranks that are known to have failed later
 
@@ -42,16 +42,16 @@ class RunResult:
     """The result of one agent's run."""
 
     state: WorkerState
-    reason: str  # one line
-    return_values: dict[int, Any] = attrs.field(factory=dict)  # of functions, by global rank
-    # Failed workers of this node in the last generation by global rank, in order of their failure.
+    reason: str  #: one line
+    return_values: dict[int, Any] = attrs.field(factory=dict)  #: of functions, by global rank
+    #: Failed workers of this node in the last generation by global rank, in order of their failure.
     failures: dict[int, WorkerExit] = attrs.field(factory=dict)
     generation: int = 0
     restarts: int = 0
-    signal: int = 0  # the signal that stopped or drained the node, or 0
-    root_cause: RootCause | None = None  # the failure for which the job failed
-    evicted: bool = False  # the job continues without this node
-    is_unfit: bool = False  # the node failed its check, or the job has excluded its host
+    signal: int = 0  #: the signal that stopped or drained the node, or 0
+    root_cause: RootCause | None = None  #: the failure for which the job failed
+    evicted: bool = False  #: the job continues without this node
+    is_unfit: bool = False  #: the node failed its check, or the job has excluded its host
 
     @property
     def exit_code(self) -> int:

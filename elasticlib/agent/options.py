@@ -13,13 +13,11 @@ import attrs
 from ..defaults import DEFAULT_CHECKPOINT_GRACE_S
 from ..errors import ConfigError
 from ..signals import is_catchable, signal_name
-from ..workers.interface import DRAIN, PREEMPTED, RESIZE, StopNotice
 from .hang_detector import HangLimits
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 DRAIN_SIGNALS = (signal.SIGUSR2,)
 NOTICE_SIGNALS = (signal.SIGTERM,)
-RESIZE_MODES = IMMEDIATE, AT_STEP = ("immediate", "at-step")
 DEFAULT_REGROUP_GRACE_S = 10.0
 
 # Python runs a signal handler only after the main thread returns from its wait. The signal does not
@@ -38,6 +36,25 @@ def _to_ints(signals: Iterable[int]) -> tuple[int, ...]:
     return tuple(int(number) for number in signals)
 
 
+@attrs.frozen
+class StopTimeouts:
+    """Time limits of a stop, in seconds.
+
+    Raises:
+        ConfigError: a limit is negative.
+    """
+
+    shutdown_timeout: float = 30.0  # between SIGTERM and SIGKILL
+    kill_timeout: float = 10.0  # how long a worker may exist after SIGKILL
+
+    def __attrs_post_init__(self) -> None:
+        if min(self.shutdown_timeout, self.kill_timeout) < 0:
+            raise ConfigError(
+                f"stop timeouts must be seconds >= 0, got shutdown_timeout="
+                f"{self.shutdown_timeout} and kill_timeout={self.kill_timeout}"
+            )
+
+
 @attrs.frozen(kw_only=True)
 class AgentOptions:
     """Options of an agent. Signals that are ignored when the agent starts stay ignored."""
@@ -50,8 +67,6 @@ class AgentOptions:
     notice_signals: tuple[int, ...] = attrs.field(default=NOTICE_SIGNALS, converter=_to_ints)
     # Seconds that notified workers have to save and exit on a resize, a drain or a preemption.
     checkpoint_grace: float = DEFAULT_CHECKPOINT_GRACE_S
-    # How workers stop for a resize: after a notice ("at-step"), or without one ("immediate").
-    resize_mode: str = AT_STEP
     # When an inactive worker counts as hanging. None disables hang detection.
     hang_limits: HangLimits | None = None
     # Seconds that workers have to leave a group that has ended, if they can regroup.
@@ -77,9 +92,6 @@ class AgentOptions:
                 )
         if self.snapshot_replicas < 0:
             raise ConfigError(f"snapshot_replicas must be at least 0, got {self.snapshot_replicas}")
-        if self.resize_mode not in RESIZE_MODES:
-            modes = ", ".join(RESIZE_MODES)
-            raise ConfigError(f"resize_mode must be one of {modes}, got {self.resize_mode!r}")
 
     @property
     def handled_signals(self) -> tuple[int, ...]:
@@ -95,13 +107,3 @@ class AgentOptions:
         such as SIGTERM, are not among them.
         """
         return tuple(number for number in self.drain_signals if number not in STOP_SIGNALS)
-
-    def make_notice(self, reason: str) -> StopNotice | None:
-        """Return the notice that workers get for this reason, or None if they get none."""
-        if reason == RESIZE and self.resize_mode == IMMEDIATE:
-            return None
-        return StopNotice(reason, self.checkpoint_grace)
-
-    def drain_reason(self, number: int) -> str:
-        """Return the reason of the notice that workers get on this signal."""
-        return PREEMPTED if number in NOTICE_SIGNALS else DRAIN

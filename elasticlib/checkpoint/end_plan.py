@@ -108,11 +108,20 @@ def next_end_step(
     for delay_s, ref, name in delays:
         if quiet_s >= delay_s:
             return Put(ref, name)
-    if len(newer) < len(states) and quiet_s >= limits.settle_s and not (delays or problem):
+    # An agent that writes a part of ours may die: then the part is ours to write once its file has
+    # stalled. So with a part in other hands, an older checkpoint is not yet enough.
+    has_work = delays or any(map(_is_part_in_other_hands, newer))
+    if len(newer) < len(states) and quiet_s >= limits.settle_s and not (has_work or problem):
         return Done(lost=newer[0].missing)
     if problem and quiet_s >= 2 * limits.settle_s:  # Other agents write what is missing after one.
         return Done(problem)
     return Done(f"it {newer[0].missing}") if quiet_s >= limits.peers_s else None
+
+
+def _is_part_in_other_hands(held: Held) -> bool:
+    """Return whether another agent is writing a part that this agent has, too."""
+    done = held.files.keys() | held.free.keys() | held.covered
+    return any(ref.part not in done for ref in held.refs)
 
 
 def folder_of(ref: StateRef) -> str:

@@ -480,7 +480,7 @@ class EndSave:
             call of `stop`.
         """
         # Nothing can interrupt a thread that writes to a disk that hangs.
-        thread = daemon_thread(self._save_all, "agent-end-save")
+        thread = daemon_thread(self._save_all, "agent-end-save", self._problems.append)
         self._started_at = monotonic()
         thread.start()
         reason = self._wait(thread, cancel_reason)

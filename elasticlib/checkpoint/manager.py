@@ -14,7 +14,6 @@ import math
 import os
 import secrets
 import socket
-import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -259,7 +258,13 @@ class CheckpointManager:
             raise ConfigError(f'if_busy must be "wait" or "skip", got {if_busy!r}')
         self._check_open()
         options = _SaveOptions(bool(pin), if_busy == "skip", bool(snapshot), _check(metrics))
-        job = LocalSave(step, self._writer, _running_check(self._copying))
+        job = LocalSave(
+            step,
+            self._writer,
+            _running_check(self._copying),
+            is_pinned=options.is_pinned,
+            metrics=options.metrics,
+        )
         try:
             return self._copying.run(partial(self._save, job, state, options))
         except CallRejectedError:
@@ -275,9 +280,7 @@ class CheckpointManager:
         """Return the state as tensors and values, without those that are saved by rank."""
         info = self._rank_info
         rest, own = self._rank_values.split(state, info.rank, info.world_size)
-        flat = flatten(rest, reject_state_dicts=True)
-        flat.own = own
-        return flat
+        return flatten(rest, reject_state_dicts=True, own=own)
 
     def _concurrent_call_error(self, what: str) -> CheckpointError:
         """Return the error for a call that is made while another call copies a state."""
@@ -334,7 +337,7 @@ class CheckpointManager:
             results.publish_failed_call(job)
         elif results.is_shared and results.number_of(job):
             # The other ranks may wait for this one, if the state is sharded.
-            job.was_checked = True  # The call has raised the error.
+            job.mark_checked()  # The call has raised the error.
             self._post(job, self._writers.write_part)
 
     def _is_posted(self, job: LocalSave) -> bool:
@@ -342,7 +345,7 @@ class CheckpointManager:
 
     def _post(self, job: LocalSave, work: Callable[[LocalSave], None]) -> bool:
         """Let the writer execute a job. Return False if this call has executed it."""
-        job.work, job.caller = work, threading.get_ident()
+        job.assign(work)
         self._writer.jobs.append(job)
         return self._writer.start()
 
@@ -367,8 +370,7 @@ class CheckpointManager:
         if not options.is_snapshot:
             self._check_last_save()
         flat = self._flatten(state)
-        job.is_sharded, job.is_pinned = flat.has_parts, options.is_pinned
-        job.metrics = options.metrics
+        job.mark_sharded(flat.has_parts)
         kept = self._keep_snapshot(step, flat) if options.is_snapshot else None
         self._check_last_save()
         self._check_remote_saves()
@@ -382,10 +384,10 @@ class CheckpointManager:
             self._open_calls.remove(job)
             return remote
         if flat.has_parts:
-            job.comparison = PartComparison(step, None if has_own_rest(flat) else digest)
+            job.compare(PartComparison(step, None if has_own_rest(flat) else digest))
         elif digest is not None:
             exchange.put(number, digest)
-            job.comparison = RankComparison(exchange, number, step, digest)
+            job.compare(RankComparison(exchange, number, step, digest))
         self._wait_at_a_stop()
         self._copy_and_post(job, flat, kept)
         self._open_calls.remove(job)
@@ -408,21 +410,23 @@ class CheckpointManager:
         image = self._plan_image(job.step, flat)
         memory = self._private_slots if self._snapshots is None else self._snapshots.slots
         if kept is not None and kept[0].size - image.size <= MAX_REDUNDANT_BYTES:
-            image, job.slot = kept
+            image, slot = kept
+            job.reserve(slot)
         elif not flat.has_parts:
-            job.slot = memory.copy(image)
+            slot = memory.copy(image)
+            job.reserve(slot)
         else:
-            slot = job.slot = memory.take(image.size)
+            slot = memory.take(image.size)
 
             def copy() -> None:
                 image.copy_to_slot(slot)
                 memory.complete(slot)
                 job.give(slot.view(image.size))
 
-            job.copy = copy
+            job.reserve(slot, copy)
             self._agree_and_copy(job)
             return
-        job.give(job.slot.view(image.size))
+        job.give(slot.view(image.size))
         if flat.has_parts:
             self._agree_and_copy(job)
         elif not self._post(job, self._writers.write_whole):
@@ -548,7 +552,7 @@ class CheckpointManager:
         self._local_rank = local_rank
         snapshots = vars(self).pop("_snapshots", None)
         if (results := vars(self).get("_results")) is not None:
-            results.is_cancelled = True
+            results.cancel()
         for name in ("_rank_info", "_committer", "_writers", "_results"):
             vars(self).pop(name, None)
         if snapshots is not None:

@@ -146,9 +146,7 @@ class PackImage:
         layout, memory = self.layout, slot.view(self.size)
         if layout.devices:
             lock_pages(slot)
-        if slot.views is None or slot.views[0] is not layout:
-            slot.views = (layout, layout.views(memory))
-        self.copy_to(memory, slot.views[1])
+        self.copy_to(memory, slot.views_of(layout, lambda: layout.views(memory)))
 
     def copy_to(
         self, buffer: memoryview | bytearray, views: list[torch.Tensor] | None = None

@@ -366,7 +366,7 @@ class KeepBest(Retention):
 
     metric: str
     n: int = 1
-    highest: bool = False  # whether a higher value is better, as of an accuracy
+    highest: bool = False  #: whether a higher value is better, as of an accuracy
 
     def __attrs_post_init__(self) -> None:
         if type(self.metric) is not str or not self.metric:

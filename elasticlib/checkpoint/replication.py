@@ -55,7 +55,7 @@ from ..stores.authentication import (
     is_hex_digest,
     verify_proof,
 )
-from ..threads import daemon_thread, start_thread
+from ..threads import daemon_thread, only_logged, start_thread
 from ..untrusted import read_fields, read_json
 from .refs import StateRef
 from .snapshot_slots import (
@@ -336,7 +336,7 @@ class ReplicaReceiver:
                 raise OSError("the generation has ended")
             self._listener = listener
             self._acceptor = daemon_thread(
-                partial(self._accept_connections, listener), "agent-replicas-accept"
+                partial(self._accept_connections, listener), "agent-replicas-accept", only_logged
             )
             start_thread(self._acceptor)
         return endpoint
@@ -366,7 +366,8 @@ class ReplicaReceiver:
                     continue
                 self._admit(connection)
                 threads = [thread for thread in threads if thread.is_alive()]
-                thread = daemon_thread(partial(self._serve, connection), "agent-replicas-from")
+                serve = partial(self._serve, connection)
+                thread = daemon_thread(serve, "agent-replicas-from", only_logged)
                 try:
                     start_thread(thread)
                 except OSError as error:
@@ -470,7 +471,7 @@ class ReplicaSender:
         self._logged = ""  # the last message, which is not logged twice
         self._stopped = threading.Event()
         self.news = threading.Event()  # there may be a snapshot that was not offered
-        self.thread = daemon_thread(self._run, f"agent-replicas-to-{target}")
+        self.thread = daemon_thread(self._run, f"agent-replicas-to-{target}", self._fail)
 
     def flush(self, timeout_s: float) -> None:
         """Wait until the target has stored or refused the newest snapshots, or cannot be reached.
@@ -488,6 +489,9 @@ class ReplicaSender:
         self.news.set()
         if (connection := self._connection) is not None:
             _shut_down(connection)
+
+    def _fail(self, _reason: str) -> None:
+        self._has_failed = True  # `flush` does not wait any more
 
     def _run(self) -> None:
         while not self._stopped.is_set():

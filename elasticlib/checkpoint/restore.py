@@ -69,9 +69,9 @@ class RestoreResult:
     whose message names the field to use.
     """
 
-    step: int = 0  # the step after which the state was saved; 0 if there was no state
-    source: str = ""  # "memory" of this node or of a "peer", "disk", or "" if there was no state
-    skipped: tuple[str, ...] = ()  # why newer states, or other copies of this state, were not used
+    step: int = 0  #: the step after which the state was saved; 0 if there was no state
+    source: str = ""  #: "memory" of this node or of a "peer", "disk", or "" if there was no state
+    skipped: tuple[str, ...] = ()  #: why newer states, or other copies of this state, were not used
 
     @property
     def found(self) -> bool:

@@ -123,6 +123,10 @@ class SaveHandle:
             raise
         self.was_checked = True
 
+    def mark_checked(self) -> None:
+        """Note that a caller has seen the failure, so that it is not raised again."""
+        self.was_checked = True
+
     @property
     def error(self) -> BaseException | None:
         """Why the save failed. None if it is durable, skipped or in progress.
@@ -163,13 +167,23 @@ class LocalSave(SaveHandle):
         step: the step.
         writer: executes the job. Each waiter starts it if it does not run.
         is_call_running: whether the call of `save` is still running.
+        is_pinned: whether retention keeps the checkpoint.
+        metrics: the metrics of the checkpoint.
     """
 
-    def __init__(self, step: int, writer: JobRunner, is_call_running: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        step: int,
+        writer: JobRunner,
+        is_call_running: Callable[[], bool],
+        *,
+        is_pinned: bool,
+        metrics: Mapping[str, float],
+    ) -> None:
         super().__init__(step)
         self.is_call_running = is_call_running
-        self.started_at, self.is_pinned = monotonic(), False
-        self.metrics: Mapping[str, float] = {}
+        self.started_at = monotonic()
+        self.is_pinned, self.metrics = is_pinned, metrics
         self._writer = writer
         # The calling thread writes these.
         self.call = object()  # stands for the call of `save`, see `SaveResults.count`
@@ -188,6 +202,30 @@ class LocalSave(SaveHandle):
         self.is_finished = False
         self.committed_at = 0.0  # by `monotonic`
         self.durable_s: float | None = None  # seconds from the call until the save was durable
+
+    def mark_sharded(self, is_sharded: bool) -> None:
+        """Note whether each rank saves a part of the state."""
+        self.is_sharded = is_sharded
+
+    def compare(self, comparison: RankComparison | PartComparison) -> None:
+        """Let the writer compare the state with those of the other ranks."""
+        self.comparison = comparison
+
+    def reserve(self, slot: MappedSlot, copy: Callable[[], None] = lambda: None) -> None:
+        """Note the slot of the copy, and the function that copies a sharded state to it."""
+        self.slot, self.copy = slot, copy
+
+    def assign(self, work: Callable[[LocalSave], None]) -> None:
+        """Note the work of the writer. The thread that calls this posts the job."""
+        self.work, self.caller = work, threading.get_ident()
+
+    def agree(self) -> None:
+        """Note that all ranks are ready to copy their parts."""
+        self.is_agreed = True
+
+    def mark_committed(self, committed_at: float) -> None:
+        """Note when the checkpoint was committed, by `monotonic`."""
+        self.committed_at = committed_at
 
     def give(self, data: memoryview) -> None:
         """Note that the copy is complete."""
@@ -384,7 +422,7 @@ DECIDED, SKIPPED, SHARDED, FAILED, FINISHED = "decided", "skipped", "sharded", "
 
 @attrs.frozen
 class SaveRow:
-    """What rank 0 tells the other ranks about one call of `save`.
+    """A message of rank 0 to the other ranks about one call of `save`.
 
     The stages are: rank 0 has decided to save or to skip; all ranks write their parts, and meet in
     an agreement; the call has failed on rank 0; what rank 0 has written alone is finished.
@@ -427,6 +465,10 @@ class SaveResults:
         self._num_passed_over = 0  # calls of rank 0 that this rank has not made
         self._prefix = f"elasticlib/saves/{zlib.crc32(os.fsencode(name)):08x}"
         self.digests = DigestExchange(store, self._prefix, rank, world_size)
+
+    def cancel(self) -> None:
+        """Stop waiting for other ranks: the process group has other members now."""
+        self.is_cancelled = True
 
     def count(self, job: LocalSave) -> None:
         """Count a call of `save`, in one operation that a signal handler cannot interrupt."""

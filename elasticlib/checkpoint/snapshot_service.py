@@ -21,7 +21,7 @@ from ..agent.interface import SnapshotService
 from ..clock import monotonic
 from ..errors import ConfigError, ElasticError, require_not_none
 from ..rendezvous.interface import RendezvousInfo
-from ..threads import daemon_thread, start_thread
+from ..threads import daemon_thread, only_logged, start_thread
 from ..untrusted import open_regular_file
 from ..workers.spec import WorkerGroup
 from .catalog import CheckpointCatalog
@@ -89,7 +89,7 @@ class ReplicationSession:
         targets = replica_targets(info.assignment, replicas)
         self._receiver = ReplicaReceiver(info, sources, attempt_dir, secret)
         self._senders = [ReplicaSender(info, target, attempt_dir, secret) for target in targets]
-        self._thread = daemon_thread(self._run, "agent-snapshots")
+        self._thread = daemon_thread(self._run, "agent-snapshots", only_logged)
         self._is_stopped = False
         self._endpoint: ReplicaEndpoint | None = None  # which is not published yet
         self._is_replication_published = False
@@ -109,7 +109,8 @@ class ReplicationSession:
             if _is_literal(self._address or self._info.bootstrap_store_info.master_addr):
                 self._receive()
             else:
-                start_thread(daemon_thread(self._receive_or_warn, "agent-replicas-address"))
+                name = "agent-replicas-address"
+                start_thread(daemon_thread(self._receive_or_warn, name, only_logged))
         except BaseException:
             self._receiver.stop()
             self._close_pipe()
@@ -283,7 +284,7 @@ class NodeSnapshotService(SnapshotService):
         if self._attempt_dir is not None and self._helping is None:
             # A node that leaves may need parts that are here, and waits for this node to write.
             self._helping = EndSave(self._attempt_dir.parent, self._info, is_leaving=False)
-            daemon_thread(self._helping.run, "agent-helps").start()
+            daemon_thread(self._helping.run, "agent-helps", only_logged).start()
 
     def on_job_ended(self) -> None:
         self._has_job_ended = True
@@ -308,7 +309,7 @@ class NodeSnapshotService(SnapshotService):
         writer = Writer(self._info.run_id, self._info.incarnation)
         release = partial(release_directories, self._attempt_dir.parent, writer)
         # Nothing can interrupt a thread that waits for a disk that hangs.
-        thread = daemon_thread(release, "agent-release")
+        thread = daemon_thread(release, "agent-release", only_logged)
         thread.start()
         deadline = monotonic() + RELEASE_TIMEOUT_S
         while thread.is_alive() and monotonic() < deadline and not cancel_reason():

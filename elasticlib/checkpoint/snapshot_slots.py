@@ -258,6 +258,21 @@ class MappedSlot(Slot):
         slot.read_header()
         return slot
 
+    def views_of(self, layout: object, create: Callable[[], list[Any]]) -> list[Any]:
+        """Return the views of the memory that belong to a layout.
+
+        Args:
+            layout: The layout of a state. The views of the last layout are kept.
+            create: Returns the views of this layout.
+        """
+        if self.views is None or self.views[0] is not layout:
+            self.views = (layout, create())
+        return self.views[1]
+
+    def keep_page_lock(self, lock: CudaPageLock) -> None:
+        """Keep the lock of the pages until the slot is closed."""
+        self.page_lock = lock
+
     def read_header(self) -> None:
         """Read the header, after the call that wrote it was interrupted."""
         # Reading a page of the mapping that has no memory yet raises SIGBUS if there is none left.

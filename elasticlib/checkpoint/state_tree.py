@@ -473,19 +473,22 @@ class FlatState:
         return bool(self.shards) or self.own is not None
 
 
-def flatten(state: object, *, reject_state_dicts: bool = False) -> FlatState:
+def flatten(
+    state: object, *, reject_state_dicts: bool = False, own: RankValues | None = None
+) -> FlatState:
     """Flatten a state, and ask each object in it for its state once.
 
     Args:
         state: Nested containers of tensors, NumPy arrays, plain values, and objects with
             `state_dict` and `load_state_dict`.
         reject_state_dicts: Raise for what the function of that name rejects.
+        own: The values of this rank, which are not in `state`.
 
     Raises:
         CheckpointError: The state contains a value that cannot be saved; the message names its
             path. (Tensors and keys are checked when their layout is planned.)
     """
-    flattener = _Flattener(reject_state_dicts)
+    flattener = _Flattener(reject_state_dicts, own)
     flattener.add(state)
     return flattener.flat
 
@@ -493,8 +496,8 @@ def flatten(state: object, *, reject_state_dicts: bool = False) -> FlatState:
 class _Flattener:
     """A walk over a state, which collects its parts in a FlatState."""
 
-    def __init__(self, reject_state_dicts: bool) -> None:
-        self.flat = FlatState()
+    def __init__(self, reject_state_dicts: bool, own: RankValues | None) -> None:
+        self.flat = FlatState(own=own)
         self._path: list[Any] = []
         self._checks_dicts = reject_state_dicts
 

@@ -34,7 +34,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from ..clock import monotonic
 from ..errors import CheckpointError
-from ..threads import daemon_thread, run_with_limit
+from ..threads import daemon_thread, only_logged, run_with_limit
 from ..untrusted import open_regular_file
 
 T = TypeVar("T")
@@ -483,7 +483,8 @@ class _FollowingChecksum:
         if size > SEGMENT_BYTES:
             # Where no more threads can be started, the caller's thread computes the checksum.
             with contextlib.suppress(RuntimeError, MemoryError):
-                thread = daemon_thread(self._run, "elasticlib-checksum")
+                # `result` notices that a checksum is missing.
+                thread = daemon_thread(self._run, "elasticlib-checksum", only_logged)
                 thread.start()
                 self._thread = thread
 
@@ -864,7 +865,8 @@ def _map_in_threads(act: Callable[[int], T], items: range, max_threads: int) -> 
             errors.append(error)
 
     threads = [
-        daemon_thread(work, "elasticlib-read") for _ in range(min(max_threads, len(items)) - 1)
+        daemon_thread(work, "elasticlib-read", only_logged)
+        for _ in range(min(max_threads, len(items)) - 1)
     ]
     for thread in threads:
         # Where no more threads can be started, the others do all the work.

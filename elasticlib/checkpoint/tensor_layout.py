@@ -216,7 +216,7 @@ def lock_pages(slot: MappedSlot) -> None:
         memory = torch.frombuffer(slot.memory, dtype=torch.uint8)
         address = memory.data_ptr()
         error = int(_cuda().cudaHostRegister(address, memory.numel(), 0))
-        slot.page_lock = CudaPageLock(address, error in (0, _ALREADY_REGISTERED))
+        slot.keep_page_lock(CudaPageLock(address, error in (0, _ALREADY_REGISTERED)))
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ import attrs
 
 from ..clock import monotonic, sleep
 from ..errors import CheckpointError, require_not_none
-from ..threads import CallRejectedError, SingleCall, daemon_thread
+from ..threads import CallRejectedError, SingleCall, daemon_thread, only_logged
 from .catalog import DataFile
 from .collectives import PeerGroup
 from .commit import FOLDERS_IN_PROGRESS, Committer, part_name
@@ -124,7 +124,7 @@ class WriterThread:
 
     def _start_named_thread(self) -> None:
         try:
-            daemon_thread(self._run, "elasticlib-save").start()
+            daemon_thread(self._run, "elasticlib-save", only_logged).start()
         except (RuntimeError, MemoryError):
             self._run()  # This thread can do the work, too.
 
@@ -229,7 +229,7 @@ class RankWriters:
             raise
         is_compared = not isinstance(comparison, RankComparison) or comparison.is_complete
         self._results.publish(job, is_compared=is_compared)
-        job.committed_at = committer.committed_at
+        job.mark_committed(committer.committed_at)
 
     def write_part(self, job: LocalSave) -> None:
         """Write this rank's part of a sharded state, and commit the parts of all ranks.
@@ -242,12 +242,12 @@ class RankWriters:
             raise require_not_none(job.call_error, "the error of the call")
         peers = self._connect(number)
         folder = self._agree(peers, job, number)
-        job.is_agreed = True
+        job.agree()
         name = part_name(self._rank)
         with _discarded_on_error(self._committer, folder, name):
             self._write_and_commit(peers, job, folder, name)
         # Where another rank commits, the commit has happened just before this.
-        job.committed_at = self._committer.committed_at
+        job.mark_committed(self._committer.committed_at)
 
     def _connect(self, number: int) -> PeerGroup:
         if self._peers is None:

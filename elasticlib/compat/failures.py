@@ -26,8 +26,8 @@ from ..untrusted import read_file, read_object
 from ..workers.error_file import (
     EMPTY_ERROR_RECORD,
     MAX_ERROR_FILE_BYTES,
+    enable_faulthandler,
     format_exception,
-    install_exception_hooks,
     message_and_traceback,
     parse_error_record,
     replace_file,
@@ -56,18 +56,18 @@ class ProcessFailure:
 
     local_rank: int
     pid: int
-    exitcode: int  # negative for a signal
-    # The worker's error.json, or `<N/A>` if there is none or if it was removed with the run.
+    exitcode: int  #: negative for a signal
+    #: The worker's error.json, or `<N/A>` if there is none or if it was removed with the run.
     error_file: str
-    # The content of the error file; `{"message": "<NONE>"}` if the worker wrote none.
+    #: The content of the error file. If the worker wrote none, its only key is `message`.
     error_file_data: dict[str, Any] = attrs.field(kw_only=True)
-    # The message of the error file: text, or a dict with `message` and `extraInfo`. Without an
-    # error file, a description of the exit.
+    #: The message of the error file: text, or a dict with `message` and `extraInfo`. Without an
+    #: error file, a description of the exit.
     message: Any = attrs.field(kw_only=True)
-    # Time of the failure in seconds since the epoch, by the clock of the worker's machine.
+    #: Time of the failure in seconds since the epoch, by the clock of the worker's machine.
     timestamp: int = attrs.field(kw_only=True)
-    tail: str = attrs.field(default="", kw_only=True)  # the last lines of stderr
-    host: str = attrs.field(default="", kw_only=True)  # the host, if it is another node
+    tail: str = attrs.field(default="", kw_only=True)  #: the last lines of stderr
+    host: str = attrs.field(default="", kw_only=True)  #: the host, if it is another node
 
     @error_file_data.default
     def _read_error_file(self) -> dict[str, Any]:
@@ -301,7 +301,7 @@ class _ErrorFile:
     """Writes torch's error.json, and prints nothing."""
 
     def initialize(self) -> None:
-        install_exception_hooks("")
+        enable_faulthandler()
 
     def record_exception(self, e: BaseException) -> None:
         error_file = os.environ.get(ERROR_FILE_ENV)

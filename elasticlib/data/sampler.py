@@ -70,6 +70,10 @@ class EpochProgress:
         # An iterator can be neither copied nor pickled.
         return {**vars(self), "_iteration": None, "_drawn_at_save": (None, 0)}
 
+    def set_position(self, position: SamplerPosition) -> None:
+        """Return to a position, for example that before an interrupted call of `advance`."""
+        self.position = position
+
     def leave_finished_epoch(self, *, is_exhausted: bool) -> str:
         """Move to the next epoch if the current one is finished and the script did not say so.
 
@@ -710,6 +714,20 @@ class ElasticDistributedSampler(GlobalPositionIterable, DistributedSampler[int])
         # The constructor of torch's sampler assigns 0, which is not a call of set_epoch.
         if hasattr(self, "tail"):
             self.set_epoch(epoch)
+
+    def set_rank(self, rank: int, num_replicas: int) -> None:
+        """Draw the items of another rank from now on, as after a change of the process group.
+
+        Args:
+            rank: the rank, from 0.
+            num_replicas: the number of ranks that share the samples.
+
+        Raises:
+            ConfigError: `rank` is out of range.
+        """
+        if not 0 <= rank < num_replicas:
+            raise ConfigError(f"need 0 <= rank < num_replicas, got {rank} and {num_replicas}")
+        self.rank, self.num_replicas = rank, num_replicas
 
     def epoch_order(self, epoch: int) -> Order:
         """Return the order of an epoch. The order that was returned last is cached.

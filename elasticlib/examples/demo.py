@@ -157,7 +157,8 @@ def _exit_on_signal(number: int, _: object) -> None:
 
 def children(pid: int) -> list[int]:
     """Return the child processes in the order in which they were started."""
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    files = Path(f"/proc/{pid}/task").glob("*/children")  # one for each thread
+    return [int(child) for file in files for child in file.read_text().split()]
 
 
 def process_name(pid: int) -> str:
@@ -176,10 +177,9 @@ def forked_workers(fork_server: int) -> list[int]:
 
 def worker_pid(node: subprocess.Popen[str], local_rank: int) -> int:
     """Return the pid of a worker. Fork servers fork workers in the order of their ranks."""
-    for supervisor in children(node.pid):
-        for child in children(supervisor):
-            if process_name(child) == "fork-server":
-                return forked_workers(child)[local_rank]
+    for child in children(node.pid):
+        if process_name(child) == "fork-server":
+            return forked_workers(child)[local_rank]
     raise DemoError(f"process {node.pid} has no fork server")
 
 

@@ -162,7 +162,12 @@ class RegroupableGroup:
     def abort_on_group_end(self) -> Iterator[None]:
         """Within this block, collectives fail soon after the agent stops the generation."""
         stop = threading.Event()
-        thread = daemon_thread(partial(self._abort_until, stop), "elasticlib-group")
+        # Without the thread, a collective could wait for ever for a member that is gone.
+        thread = daemon_thread(
+            partial(self._abort_until, stop),
+            "elasticlib-group",
+            lambda _: self._backend.abort(),
+        )
         thread.start()
         try:
             yield

@@ -334,7 +334,7 @@ class StepLoop:
             return
         if attempt.is_committed:
             # An interrupted call may have advanced the position, so it is set first.
-            self._batches.progress.position = attempt._position
+            self._batches.progress.set_position(attempt._position)
             self._batches.advance()
             self.step = attempt.step
         else:
@@ -453,8 +453,7 @@ class StepLoop:
         sampler = self._batches.sampler
         # With logical workers, each rank takes its part from the whole batch.
         has_whole_batches = self._logical_workers is not None
-        sampler.rank = 0 if has_whole_batches else rank
-        sampler.num_replicas = 1 if has_whole_batches else world_size
+        sampler.set_rank(*((0, 1) if has_whole_batches else (rank, world_size)))
         if self._create_state is not None:
             self.state = {}  # Free the memory of the old state first.
             self._use_state(self._create_state())

@@ -7,19 +7,15 @@ invalid command line. Only the module of the subcommand that is called is import
 from __future__ import annotations
 
 import argparse
-import contextlib
 import io
 import os
-import queue
 import re
-import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from ..endpoint import STORE_PORT, join_endpoint, split_endpoint
-from ..errors import ConfigError, ElasticError
-from .cli_output import argument_type, print_error
+from ..errors import ElasticError
+from .cli_output import print_error
 from .command_line import Parser
 
 SERVER_POLL_INTERVAL_S = 1.0
@@ -28,7 +24,7 @@ _UNSAFE_IN_FILE_NAMES = re.compile(r"[^\w.-]+")
 
 # The module of each subcommand, which defines `add_NAME(parser)`, and the help text.
 COMMANDS = {
-    "store": ("cli", "serve a store until SIGTERM or SIGINT"),
+    "store": ("store_command", "serve a store, or delete ended jobs from one"),
     "checkpoints": ("checkpoints_command", "list or verify the checkpoints in a directory"),
     "report": ("cli", "write an HTML report of a run (timeline, recoveries, failures)"),
     "status": ("status_command", "show the state, nodes, ranks and steps of a run"),
@@ -67,59 +63,6 @@ def _parser(called: str | None = None) -> argparse.ArgumentParser:
         if called in (None, name):
             getattr(import_module(f".{module}", __package__), f"add_{name}")(inner)
     return parser
-
-
-# -- store -----------------------------------------------------------------------------------------
-
-
-def add_store(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `elasticlib store`."""
-    parser.description = "Serve a store for the nodes of a job until SIGTERM or SIGINT."
-    parser.add_argument(
-        "--bind",
-        type=argument_type(lambda text: split_endpoint(text, STORE_PORT)),
-        required=True,
-        metavar="HOST[:PORT]",
-        help=f"address to serve on; IPv6 in brackets; default port {STORE_PORT}, 0 for a free port",
-    )
-    parser.add_argument("--job", default="", help="accept only clients of this job id")
-    parser.add_argument(
-        "--secret-file",
-        metavar="PATH",
-        help="require clients to prove the secret in this file (or set ELASTICLIB_SECRET)",
-    )
-    parser.set_defaults(run=_serve_store)
-
-
-def _serve_store(args: argparse.Namespace) -> int:
-    from ..signal_inbox import SignalInbox
-    from ..stores.tcp_server import TcpStoreServer
-    from .endpoints import read_secret
-    from .launcher_process import raise_open_file_limit
-
-    host, port = args.bind
-    try:
-        secret = read_secret(os.environ, args.secret_file, "--secret-file")
-    except ConfigError as error:
-        return print_error("store: error", error, 2)
-    raise_open_file_limit(None)
-    signals: queue.SimpleQueue[int] = queue.SimpleQueue()
-    inbox = SignalInbox()
-    inbox.forward_to(signals.put)
-    with inbox.captured((signal.SIGTERM, signal.SIGINT)):
-        try:
-            server = TcpStoreServer(host, port, job=args.job, secret=secret).start()
-        except OSError as error:
-            where = join_endpoint(host, port)
-            return print_error("store", f"cannot serve on {where}: {error.strerror}", 1)
-        with server:
-            job = f"job {args.job!r}" if args.job else "any job"
-            print(f"serving on {server.address} for {job}", flush=True)
-            while server.is_serving:
-                with contextlib.suppress(queue.Empty):
-                    signals.get(timeout=SERVER_POLL_INTERVAL_S)
-                    return 0
-    return print_error("store", "the store server failed; see the error above", 1)
 
 
 # -- report ----------------------------------------------------------------------------------------

@@ -148,7 +148,7 @@ def _environments(request: LaunchRequest, inherited: Mapping[str, str]) -> list[
     cores = count_usable_cpus()
     return [
         {
-            **worker_environment(group, worker, inherited, error_file="", cores=cores),
+            **worker_environment(group, worker, inherited, cores=cores),
             **placeholders,
         }
         for worker in group.workers

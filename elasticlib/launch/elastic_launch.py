@@ -18,8 +18,7 @@ import attrs
 
 from ..agent.elastic_agent import ElasticAgent
 from ..agent.interface import RunResult, SnapshotService
-from ..agent.options import AgentOptions
-from ..agent.stop_procedure import StopTimeouts
+from ..agent.options import AgentOptions, StopTimeouts
 from ..checkpoint.snapshot_service import NodeSnapshotService
 from ..compat.torch_launch import TorchrunOptions, read_torchrun_variables, to_launch_config
 from ..compat.torch_launch import values_of as values_of

@@ -248,7 +248,10 @@ class LaunchConfig:
         check_types(self)
         for name, value in plain_values(self).items():
             object.__setattr__(self, name, value)
-        if self.run_id or self.max_nodes > 1:
+        if not self.run_id and self.max_nodes > 1:
+            # A store that several jobs may share is rejected below.
+            object.__setattr__(self, "run_id", attrs.fields(LaunchConfig).run_id.default)
+        if self.run_id:
             check_run_id(self.run_id)
         check_start_method(self.start_method, self.preload)
         error = next(self._errors(), None)

@@ -348,7 +348,8 @@ def find_service(
         found.put(service if service.answers(timeout) else None)
 
     for service in services:
-        start_thread(daemon_thread(partial(ask, service), "metadata-service"))
+        ask_service = partial(ask, service)
+        start_thread(daemon_thread(ask_service, "metadata-service", lambda _: found.put(None)))
     return _first_found(found, len(services), timeout)
 
 

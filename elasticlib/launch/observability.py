@@ -22,7 +22,7 @@ import attrs
 
 from .._version import versions
 from ..agent.elastic_agent import ElasticAgent
-from ..agent.policy import AgentState
+from ..agent.machine import Phase
 from ..clock import monotonic
 from ..errors import ConfigError, format_error
 from ..observe.aggregate import NodeStatus
@@ -40,7 +40,7 @@ from ..rendezvous.handler import DynamicRendezvousHandler
 from ..rendezvous.interface import RendezvousHandler
 from ..rendezvous.membership import Node
 from ..stores.file_store import FileStore
-from ..workers.interface import DRAIN, Workers
+from ..workers.interface import DRAIN, Heartbeat, Workers, WorkerView
 from ..workers.local_workers import LocalWorkers
 from .backends import import_function
 from .flags import SettingError
@@ -51,6 +51,8 @@ from .launch_config import (
     health_port,
 )
 from .rendezvous_setup import RendezvousSetup
+
+STACKS_TIMEOUT_S = 5.0  # workers write their stacks within about a second
 
 log = logging.getLogger("elasticlib.launch")
 
@@ -303,10 +305,10 @@ def observe_node(
             return
 
         def report() -> NodeReport:
-            return NodeReport.at(monotonic(), journal.status(workers.heartbeats()))
+            return NodeReport.at(monotonic(), journal.status(heartbeats_of(workers.view())))
 
         publisher = StatusPublisher(handler.store, run_id, node.id, report)
-        journal.on_recorded = handler.add_task(publisher.poll)
+        journal.call_when_recorded(handler.add_task(publisher.poll))
         yield journal
         publisher.publish_last()
         publisher.close()
@@ -333,14 +335,14 @@ def publish_status(
     def report() -> NodeReport:
         return NodeReport.at(
             monotonic(),
-            journal.status(agent.workers.heartbeats()),
+            journal.status(heartbeats_of(agent.view())),
             store_contact_age_seconds=handler.seconds_since_refresh(),
             loop_blocked_seconds=agent.stalled_s(),
         )
 
     run_id, node_id = rendezvous.run_id, rendezvous.node_id
     publisher = StatusPublisher(store, run_id, node_id, report)
-    journal.on_recorded = handler.add_task(publisher.poll)
+    journal.call_when_recorded(handler.add_task(publisher.poll))
     interval = POLL_INTERVAL_S if isinstance(store, FileStore) else 0.0
     with (
         contextlib.closing(publisher),
@@ -360,14 +362,20 @@ def publish_status(
             control_responder.wait_until_read(CONTROL_TIMEOUT_S)
 
 
+def heartbeats_of(view: Mapping[int, WorkerView]) -> dict[int, Heartbeat]:
+    """Return the heartbeats of the workers that report any, by local rank."""
+    beats = {local: one.heartbeat for local, one in view.items()}
+    return {local: beat for local, beat in beats.items() if beat is not None}
+
+
 def activity_of(agent: ElasticAgent) -> NodeActivity:
     """Return what the node of an agent is doing, for requests of operators."""
     state, group = agent.state, agent.get_worker_group()
     return NodeActivity(
         generation=0 if group is None else group.generation,
-        num_workers=len(agent.workers.running()),
-        is_training=state is AgentState.RUNNING,
-        is_leaving=state in (AgentState.ENDING, AgentState.ENDED),
+        num_workers=len(agent.view()),
+        is_training=state is Phase.ACTIVE,
+        is_leaving=agent.is_leaving,
     )
 
 
@@ -391,14 +399,16 @@ def stacks_of(agent: ElasticAgent) -> Callable[[frozenset[int] | None], NodeStac
         if group is None:
             return NodeStacks({})
         rank_of = {worker.local_rank: worker.rank for worker in group.workers}
+        view = agent.view()
         running = {
-            local: name
-            for local, name in agent.workers.running().items()
+            local: one.name
+            for local, one in view.items()
             if local in rank_of and (ranks is None or rank_of[local] in ranks)
         }
         if not running:
             return NodeStacks({})
-        stacks, heartbeats = agent.workers.dump_stacks(running), agent.workers.heartbeats()
+        heartbeats = heartbeats_of(view)
+        stacks = agent.collect_stacks(tuple(running), STACKS_TIMEOUT_S)
         missing = [local for local in running if local not in stacks]
         unresponsive = [
             local for local in missing if local in heartbeats and heartbeats[local].can_dump_stacks
@@ -469,7 +479,7 @@ def _pages(agent: ElasticAgent, journal: NodeJournal) -> Pages:
     installed = versions()
 
     def current() -> tuple[NodeStatus, Health]:
-        status = journal.status(agent.workers.heartbeats())
+        status = journal.status(heartbeats_of(agent.view()))
         return status, check_health(status.state, status.reason, agent.stalled_s())
 
     def health_page() -> HttpResponse:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 from ..errors import format_error
 from ..sanitize import escape_to_one_line, shorten
-from ..threads import daemon_thread, start_thread
+from ..threads import daemon_thread, only_logged, start_thread
 from .backends import is_function_name
 from .flags import SettingError
 from .metadata_services import AwsSource, AzureSource, GcpSource, find_service
@@ -48,7 +48,7 @@ class PreemptionWatcher:
         self._on_notice = on_notice
         self._is_closed = threading.Event()
         self._has_notice = False
-        self._thread = daemon_thread(self._run, "preemption-notice")
+        self._thread = daemon_thread(self._run, "preemption-notice", only_logged)
 
     def start(self) -> None:
         """Start the thread.

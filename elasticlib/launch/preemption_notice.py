@@ -48,9 +48,9 @@ class PreemptionNotice:
         ConfigError: the deadline is not a finite number of seconds.
     """
 
-    # For people, such as "spot interruption (terminate)". Another value than a text is converted.
+    #: For people, such as "spot interruption (terminate)". Another value than a text is converted.
     reason: str = attrs.field(converter=_to_reason)
-    # Seconds from now until the machine may be gone, 0 if that time has passed. None: unknown.
+    #: Seconds from now until the machine may be gone, 0 if that time has passed. None: unknown.
     deadline_s: float | None = attrs.field(default=None, converter=_to_seconds_left)
 
     def __attrs_post_init__(self) -> None:

@@ -186,7 +186,7 @@ def open_target(target: RunTarget, args: argparse.Namespace) -> Iterator[tuple[S
         ConfigError: the settings do not fit the store.
         RunNotFoundError: the store holds no job, or several.
     """
-    store = _open_store(target, args)
+    store = open_store(target, args)
     try:
         yield store, target.run_id or _find_only_job(store, target)
     finally:
@@ -220,7 +220,13 @@ def open_running_target(
         ) from error
 
 
-def _open_store(target: RunTarget, args: argparse.Namespace) -> Store:
+def open_store(target: RunTarget, args: argparse.Namespace) -> Store:
+    """Return the store of a run. The caller closes it.
+
+    Raises:
+        StoreError: the store cannot be reached, or rejects this reader.
+        ConfigError: the settings do not fit the store.
+    """
     if not target.endpoint:
         raise StoreConnectionError("no agent on this machine serves the store of this run any more")
     if target.backend == "file":

@@ -22,7 +22,7 @@ from ..stores.failover_store import FailoverStore, StoreEndpoint
 from ..stores.interface import Store
 from ..stores.tcp_client import TcpStore
 from ..stores.tcp_server import ServerLimits, TcpStoreServer
-from ..threads import daemon_thread
+from ..threads import daemon_thread, only_logged
 from .addresses import (
     NOT_LOCAL_ERRNOS,
     addresses_of,
@@ -142,7 +142,8 @@ class TcpStoreHost:
             store = FailoverStore(
                 endpoints, failover_timeout=failover_timeout, hosted=(hosted, client)
             )
-            daemon_thread(lambda: self._watch_name(store, hosted, host), "endpoint-name").start()
+            watch = partial(self._watch_name, store, hosted, host)
+            daemon_thread(watch, "endpoint-name", only_logged).start()
             return None, store
         if self._is_designated is False or self._is_address_in_use or is_literal(host):
             return None, endpoints[0].connect()

@@ -37,7 +37,7 @@ def prepared_local_workers(
     try:
         # The start of the workers reports the same error.
         with contextlib.suppress(ElasticError, OSError):
-            workers.prepare(worker_spec(config, entrypoint))
+            workers.start_fork_server(worker_spec(config, entrypoint))
         yield workers
     finally:
         workers.close()

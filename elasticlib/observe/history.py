@@ -264,24 +264,24 @@ class NodeHistory:
 class History:
     """History of a run, in order of time."""
 
-    run: str  # id of the job
-    start_timestamp: float  # seconds since 1970 at job second 0
-    duration_seconds: float  # until the last event
-    state: JobState | None  # None if its agents are gone and did not report its end
+    run: str  #: id of the job
+    start_timestamp: float  #: seconds since 1970 at job second 0
+    duration_seconds: float  #: until the last event
+    state: JobState | None  #: None if its agents are gone and did not report its end
     nodes: tuple[NodeHistory, ...] = ()
-    memberships: tuple[NodeMembership, ...] = ()  # of each node in each generation
+    memberships: tuple[NodeMembership, ...] = ()  #: of each node in each generation
     generations: tuple[Generation, ...] = ()
-    timeline: tuple[TimelineEvent, ...] = ()  # events that the report shows
-    progress: tuple[ProgressSample, ...] = ()  # steps and rates over time
-    restarts: int = 0  # restarts after failures
-    max_restarts: int | None = None  # restart budget, None if it is not known
-    reason: str = ""  # reason of the last state
-    root_cause: Mapping[str, Any] | None = None  # fields of the `RootCause` of a failed run
-    checkpoint_step: int | None = None  # step of the last checkpoint
-    snapshot_step: int | None = None  # step of the last complete snapshot
-    invalid_lines: int = 0  # lines of the files that could not be read
-    omitted_events: int = 0  # not in `timeline` and `progress`, which hold evenly spaced ones
-    save_counts: Mapping[str, int] = attrs.field(factory=dict)  # checkpoints, snapshots by kind
+    timeline: tuple[TimelineEvent, ...] = ()  #: events that the report shows
+    progress: tuple[ProgressSample, ...] = ()  #: steps and rates over time
+    restarts: int = 0  #: restarts after failures
+    max_restarts: int | None = None  #: restart budget, None if it is not known
+    reason: str = ""  #: reason of the last state
+    root_cause: Mapping[str, Any] | None = None  #: fields of the `RootCause` of a failed run
+    checkpoint_step: int | None = None  #: step of the last checkpoint
+    snapshot_step: int | None = None  #: step of the last complete snapshot
+    invalid_lines: int = 0  #: lines of the files that could not be read
+    omitted_events: int = 0  #: not in `timeline` and `progress`, which hold evenly spaced ones
+    save_counts: Mapping[str, int] = attrs.field(factory=dict)  #: checkpoints, snapshots by kind
 
     @property
     def is_finished(self) -> bool:

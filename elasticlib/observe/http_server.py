@@ -22,7 +22,7 @@ import attrs
 
 from ..clock import monotonic
 from ..endpoint import join_endpoint
-from ..threads import daemon_thread
+from ..threads import daemon_thread, only_logged
 
 log = logging.getLogger("elasticlib.observe")
 
@@ -93,7 +93,7 @@ class HttpServer:
                 function at a time, in one of its threads.
         """
         self._server.pages = pages
-        self._thread = daemon_thread(self._server.serve_forever, "http-server")
+        self._thread = daemon_thread(self._server.serve_forever, "http-server", only_logged)
         self._thread.start()
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ from urllib.parse import unquote
 import attrs
 
 from ..rendezvous.bad_nodes import ExcludedHost
+from ..rendezvous.blame import FailureKind
 from ..rendezvous.membership import (
     GenerationTrigger,
     JobPhase,
@@ -96,6 +97,8 @@ def read_job(store: Store, run_id: str, statuses: StatusReader | None = None) ->
     """
     keys = StoreKeys(run_id)
     stored = JobListing(keys, store.list(keys.job_prefix))
+    if stored.state_error is not None:
+        raise stored.state_error
     note = store.get(keys.leader_status)
     return JobReading(
         run=run_id,
@@ -350,7 +353,9 @@ def _find_state(reading: JobReading, statuses: Iterable[NodeStatus]) -> tuple[Jo
 def _rendezvous_state(document: Membership, alive: tuple[NodeRecord, ...]) -> JobState:
     if len(alive) < document.settings.min_nodes:
         return JobState.WAITING
-    if document.failure is not None or document.trigger is GenerationTrigger.RESTART:
+    verdict = document.verdict
+    has_failed = verdict is not None and verdict.kind is not FailureKind.LOST
+    if has_failed or document.trigger is GenerationTrigger.RESTART:
         return JobState.RESTARTING
     if any(node.drain_reason for node in alive):
         return JobState.DRAINING

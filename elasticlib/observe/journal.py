@@ -143,7 +143,6 @@ class NodeJournal(Journal):
 
     Attributes:
         aggregate: the state of the node, by its events.
-        on_recorded: called after each event, in the thread that records it; must not block.
     """
 
     is_nonblocking = True
@@ -160,7 +159,7 @@ class NodeJournal(Journal):
         retry_interval: float = 1.0,
     ) -> None:
         self.aggregate = NodeAggregate()
-        self.on_recorded: Callable[[], object] = lambda: None
+        self._on_recorded: Callable[[], object] = lambda: None
         self.path = "" if path is None else os.fspath(path)
         self.run_selector = run_selector
         self._run = run
@@ -186,6 +185,10 @@ class NodeJournal(Journal):
         """Number of events that could not be written so far."""
         return self._num_rejected + self._num_unqueued + self._num_failed
 
+    def call_when_recorded(self, function: Callable[[], object]) -> None:
+        """Call a function after each event, in the thread that records it. It must not block."""
+        self._on_recorded = function
+
     def record(
         self, kind: str, /, *, generation: int = 0, rank: int | None = None, **data: Any
     ) -> None:
@@ -196,7 +199,7 @@ class NodeJournal(Journal):
             self._reject(kind, error)
             return
         self._aggregate_caller.call(partial(self.aggregate.apply, event), is_nonblocking=True)
-        self.on_recorded()
+        self._on_recorded()
         for listener, caller in self._listeners:
             on_event = partial(listener.on_event, event)
             caller.call(on_event, is_nonblocking=listener.is_nonblocking)

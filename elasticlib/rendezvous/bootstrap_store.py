@@ -19,7 +19,7 @@ from ..endpoint import join_endpoint
 from ..errors import RendezvousError
 from ..numpy_warning import missing_numpy_ignored
 from ..open_files import open_files_hint
-from ..threads import daemon_thread
+from ..threads import daemon_thread, only_logged
 
 IMPORT_TIMEOUT_S = 60.0  # importing torch from a cold disk can take this long
 
@@ -114,7 +114,8 @@ def import_torch() -> threading.Thread:
         with contextlib.suppress(Exception), missing_numpy_ignored():
             import torch.distributed  # noqa: F401
 
-    thread = daemon_thread(work, "rendezvous-import")
+    # A thread that opens a store gets the error.
+    thread = daemon_thread(work, "rendezvous-import", only_logged)
     thread.start()
     atexit.register(thread.join, IMPORT_TIMEOUT_S)
     return thread

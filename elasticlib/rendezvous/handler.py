@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import queue
+import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
 
-import attrs
-
-from ..clock import Clock, monotonic
-from ..errors import ConfigError
+from ..clock import Clock, monotonic, utc_now_text
+from ..errors import ConfigError, RendezvousClosedError, require_not_none
 from ..stores.interface import Store
-from .blame import FailureKind
 from .bootstrap_store import (
     IMPORT_TIMEOUT_S,
     TORCH_STORE_OPENERS,
@@ -22,14 +19,19 @@ from .bootstrap_store import (
     import_torch,
     open_torch_store,
 )
-from .interface import RendezvousHandler, RendezvousInfo, check_restart_budget
-from .local_node import STATUS_INTERVAL_S, LocalNode
+from .driver import MembershipEvent, RendezvousDriver, as_change
+from .interface import (
+    Joined,
+    MembershipChanged,
+    RendezvousHandler,
+    RendezvousInfo,
+    Report,
+    check_restart_budget,
+)
 from .membership import Change, Node, RendezvousSettings, RendezvousTimeouts
-from .node_intent import NodeIntent
-from .node_thread import JoinCallback, NodeThread, as_change
+from .node import STATUS_INTERVAL_S, CloseJob, Poll, RendezvousNode
 
 TIMEOUT_CHECK_INTERVAL_S = 1.0  # checks of the join timeout while the store blocks the thread
-UNREACHED_CLOSE_TIMEOUT_S = 1.0  # maximum duration of `shutdown` if no store was ever reached
 
 
 class DynamicRendezvousHandler(RendezvousHandler):
@@ -68,124 +70,91 @@ class DynamicRendezvousHandler(RendezvousHandler):
         find_store_proxy: Callable[[], StoreProxy | None] | None = None,
         clock: Clock = monotonic,
     ) -> None:
-        self._run_id = run_id
         self._backend = backend
-        self._open_bootstrap_store = open_bootstrap_store
         self._timeouts = timeouts or RendezvousTimeouts()
         self._clock = clock
         self._status_requested_at = float("-inf")  # last request of `num_nodes_waiting`
-        self._thread = NodeThread(
-            LocalNode(store, run_id, node, settings, self._timeouts),
+        self._mailbox = _Mailbox()
+        uses_torch = open_bootstrap_store in TORCH_STORE_OPENERS
+        self._driver = RendezvousDriver(
+            RendezvousNode(
+                store,
+                run_id,
+                node,
+                settings,
+                self._timeouts,
+                find_address=find_address,
+                wall_time=utc_now_text,
+            ),
             partial(BootstrapStoreServer, open_bootstrap_store, find_store_proxy),
-            find_address,
+            (lambda: import_torch().join(IMPORT_TIMEOUT_S)) if uses_torch else (lambda: None),
             clock,
         )
-        weakref.finalize(self, self._thread.request_stop).atexit = False
+        self._driver.open(self._mailbox.post)
+        weakref.finalize(self, self._driver.request_stop).atexit = False
+
+    def membership(self, *, slots: int, max_restarts: int | None = None) -> RendezvousDriver | None:
+        """Return what an agent uses in place of the blocking methods of this handler.
+
+        The caller keeps this handler as long as it uses the membership, and calls `open`. It does
+        not call a blocking method that a subclass overrides: such a subclass returns None here.
+
+        Args:
+            slots: The number of workers that the agent starts.
+            max_restarts: The restart budget that the agent was given; None if it was given none.
+
+        Raises:
+            ConfigError: The settings of the agent contradict this handler's own.
+        """
+        if slots != self.node.slots:
+            raise ConfigError(
+                f"the Node of this handler has slots={self.node.slots}, but the agent's "
+                f"WorkerSpec has local_world_size={slots}: give both the same number"
+            )
+        check_restart_budget(max_restarts, self._driver.node.settings.max_restarts)
+        return self._driver
 
     def get_backend(self) -> str:
         return self._backend
 
     def get_run_id(self) -> str:
-        return self._run_id
+        return self._driver.node.run_id
 
     @property
     def node(self) -> Node:
         """The record of this node."""
-        return self._thread.node.intent.node
+        return self._driver.node.intent.node
 
     @property
     def store(self) -> Store:
         """The store of the job."""
-        return self._thread.node.store
-
-    def check_agent(self, *, slots: int, max_restarts: int | None) -> None:
-        node = self._thread.node
-        if slots != node.intent.node.slots:
-            raise ConfigError(
-                f"the Node of this handler has slots={node.intent.node.slots}, but the agent's "
-                f"WorkerSpec has local_world_size={slots}: give both the same number"
-            )
-        check_restart_budget(max_restarts, node.settings.max_restarts)
-
-    def prepare(self) -> None:
-        if self._open_bootstrap_store in TORCH_STORE_OPENERS:
-            import_torch().join(IMPORT_TIMEOUT_S)
-
-    def mark_progress(self, allowance_s: float = 0.0) -> None:
-        self._thread.progress_due = self._clock() + self._timeouts.loop_timeout + allowance_s
-
-    def start_join(self, callback: JoinCallback) -> bool:
-        self._thread.start_join(callback)
-        return True
+        return self._driver.store
 
     def next_rendezvous(self) -> RendezvousInfo:
-        outcomes: queue.SimpleQueue[RendezvousInfo | Change | Exception] = queue.SimpleQueue()
-        join = self._thread.start_join(outcomes.put)
+        mailbox, since = self._mailbox, self._clock()
+        attempt = mailbox.begin()
+        self._driver.join(attempt)
         while True:
-            outcome: RendezvousInfo | Change | Exception | None
-            try:
-                outcome = outcomes.get(timeout=TIMEOUT_CHECK_INTERVAL_S)
-            except queue.Empty:
-                # The thread may be blocked by the store and unable to check the timeout.
-                error = self._thread.join_timeout_error(join)
-                outcome = error if outcomes.empty() else None
-            if isinstance(outcome, Exception):
-                raise outcome
-            if isinstance(outcome, RendezvousInfo):
-                return outcome
+            with mailbox.condition:
+                is_over = mailbox.condition.wait_for(
+                    lambda: mailbox.is_over(attempt), TIMEOUT_CHECK_INTERVAL_S
+                )
+                if is_over:
+                    return mailbox.result(attempt)
+            # The thread may be blocked by the store and unable to check the timeout.
+            error = self._driver.node.join_error(attempt, since, self._clock())
+            if error is not None:
+                raise error
 
     def wait_for_change(self, timeout: float) -> Change | None:
-        thread = self._thread
-        thread.wait_until(lambda: thread.change, timeout)
-        return as_change(thread.closed_error()) if thread.is_stopping else thread.change
+        mailbox, driver = self._mailbox, self._driver
+        if not driver.is_stopping:
+            with mailbox.condition:
+                mailbox.condition.wait_for(lambda: mailbox.change, timeout)
+        return as_change(driver.closed_error()) if driver.is_stopping else mailbox.change
 
-    def report_failure(
-        self, reason: str, *, kind: FailureKind = FailureKind.RAISED, hung_node_rank: int = -1
-    ) -> bool:
-        self.report_evidence(reason, kind=kind, hung_node_rank=hung_node_rank)
-        return True
-
-    def report_evidence(self, reason: str, *, kind: FailureKind, hung_node_rank: int = -1) -> None:
-        record = partial(
-            NodeIntent.record_failure, reason=reason, kind=kind, hung_node_rank=hung_node_rank
-        )
-        self._thread.update_intent(record)
-
-    def report_slots(self, slots: int, *, retained: bool = False) -> bool:
-        self._thread.update_intent(
-            partial(NodeIntent.with_node_fields, slots=slots, has_retained_workers=retained)
-        )
-        return True
-
-    def report_can_regroup(self) -> None:
-        self._thread.post(partial(setattr, self._thread.node, "can_regroup", True))
-
-    def peers_can_regroup(self) -> bool:
-        node = self._thread.node
-        self._thread.wait_until(lambda: node.snapshot, self._timeouts.lease_ttl)
-        snapshot = node.snapshot
-        if snapshot is None or snapshot.state is None or snapshot.state.phase.is_terminal:
-            return False
-        return snapshot.leader is not None and snapshot.leader.can_regroup
-
-    def report_takes_notices(self) -> None:
-        self._thread.update_intent(partial(NodeIntent.with_node_fields, takes_notices=True))
-
-    def peers_take_notices(self) -> bool:
-        return self._thread.node.takes_notices
-
-    def report_drain(self, reason: str) -> None:
-        self._thread.update_intent(partial(NodeIntent.with_node_fields, drain_reason=reason))
-
-    def report_stop(self, reason: str) -> None:
-        self._thread.update_intent(partial(NodeIntent.request_stop, reason=reason))
-
-    def report_restart(self, reason: str) -> bool:
-        self._thread.update_intent(partial(NodeIntent.request_restart, reason=reason))
-        return True
-
-    def report_success(self) -> bool:
-        self._thread.update_intent(NodeIntent.record_success)
+    def report(self, report: Report) -> bool:
+        self._driver.report(report)
         return True
 
     def is_closed(self) -> bool:
@@ -193,55 +162,81 @@ class DynamicRendezvousHandler(RendezvousHandler):
 
         The call waits at most `lease_ttl` seconds for the first answer of the store.
         """
-        node = self._thread.node
-        self._thread.wait_until(lambda: node.snapshot, self._timeouts.lease_ttl)
-        return self._thread.is_stopping or node.intent.final_change(node.state) is not None
+        node = self._driver.node
+        self._driver.wait_until(lambda: node.snapshot, self._timeouts.lease_ttl)
+        return self._driver.is_stopping or node.intent.final_change(node.state) is not None
 
     def set_closed(self) -> None:
-        node = self._thread.node
-        reason = f"closed by {node.intent.node.host}"
-        self._thread.update_intent(partial(attrs.evolve, close_reason=reason))
-        self._thread.wait_until(
+        node = self._driver.node
+        self._driver.request(CloseJob(f"closed by {self.node.host}"))
+        self._driver.wait_until(
             lambda: node.state is not None and node.state.phase.is_terminal,
             self._timeouts.close_timeout,
         )
 
     def num_nodes_waiting(self) -> int:
-        node, now = self._thread.node, self._clock()
+        node, now = self._driver.node, self._clock()
         if now - self._status_requested_at >= STATUS_INTERVAL_S:
             # Callers may poll many times a second, and the store must not be.
-            self._status_requested_at = node.next_status_read_at = now
-            self._thread.post()
+            self._status_requested_at = now
+            self._driver.request(Poll(reads_status=True))
         status = node.leader_status
         is_current = status.membership_id == node.intent.node.membership_id
         return status.num_waiting if is_current else 0
 
     def add_task(self, run: Callable[[], float]) -> Callable[[], None]:
-        """Make the thread that uses the store call a function repeatedly, until `shutdown`.
-
-        The thread calls it only if the rendezvous has nothing to do and the store is reachable.
-
-        Args:
-            run: Returns the seconds until its next call. Raises nothing.
-
-        Returns:
-            A function that requests a call soon.
-        """
-        return self._thread.add_task(run)
+        """Make the thread that uses the store call a function, as `RendezvousDriver.add_task`."""
+        return self._driver.add_task(run)
 
     def seconds_since_refresh(self) -> float | None:
         """Return the seconds since this node last updated its lease, or None if it never has."""
-        refreshed_at = self._thread.node.last_refresh_at
-        return None if refreshed_at is None else max(0.0, self._clock() - refreshed_at)
+        return self._driver.seconds_since_refresh()
 
     def shutdown(self) -> bool:
-        self._thread.stop()
-        timeout = self._timeouts.close_timeout
-        if self._thread.node.snapshot is None:
-            timeout = min(UNREACHED_CLOSE_TIMEOUT_S, timeout)
-        has_exited = self._thread.wait_for_exit(timeout)
-        self._thread.close_bootstrap_store()
-        return has_exited
+        return self._driver.close()
+
+
+class _Mailbox:
+    """The events of the last call of `next_rendezvous`, for the blocking methods."""
+
+    def __init__(self) -> None:
+        self.condition = threading.Condition()  # guards the fields; notified when they change
+        self.change: Change | None = None  # the last one since the call
+        self._attempt = 0
+        self._info: RendezvousInfo | None = None
+        self._error: Exception | None = None
+
+    def begin(self) -> int:
+        """Begin an attempt to join. A call that waits for an earlier one ends."""
+        with self.condition:
+            self._attempt += 1
+            self._info = self.change = self._error = None
+            self.condition.notify_all()
+            return self._attempt
+
+    def post(self, event: MembershipEvent) -> None:
+        """Take note of an event, in any thread."""
+        with self.condition:
+            if event.attempt == self._attempt:
+                if isinstance(event, Joined):
+                    self._info = event.generation
+                elif isinstance(event, MembershipChanged):
+                    self.change, self._error = event.change, event.error
+                self.condition.notify_all()
+
+    def is_over(self, attempt: int) -> bool:
+        """Return whether an attempt has a result, or was replaced by another one."""
+        has_result = self._info is not None or self.change is not None
+        return attempt != self._attempt or has_result
+
+    def result(self, attempt: int) -> RendezvousInfo:
+        """Return the generation of an attempt, or raise the error."""
+        if attempt != self._attempt:
+            raise RendezvousClosedError("another call of next_rendezvous took its place")
+        if self._info is not None:
+            return self._info
+        change = require_not_none(self.change, "the change")
+        raise self._error or RendezvousClosedError(f"{change.kind.value}: {change.reason}", change)
 
 
 class StaticRendezvousHandler(DynamicRendezvousHandler):

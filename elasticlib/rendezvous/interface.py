@@ -7,13 +7,17 @@ handler that was written for torch needs only another base class.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+import enum
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Protocol
 
 import attrs
 
 from ..errors import ConfigError
+from .blame import Evidence as Evidence
+from .blame import FailureDetails as FailureDetails
 from .blame import FailureKind as FailureKind
+from .blame import Verdict as Verdict
 from .membership import Change as Change
 from .membership import ChangeKind as ChangeKind
 from .membership import GenerationTrigger
@@ -39,16 +43,18 @@ class RendezvousInfo:
 
     run_id: str
     generation: int
-    assignment: RankAssignment  # this node's ranks; `assign_ranks` computes those of all nodes
+    assignment: RankAssignment  #: this node's ranks; `assign_ranks` computes those of all nodes
     bootstrap_store_info: RendezvousStoreInfo
-    restarts: int = 0  # restarts that the job has used
-    max_restarts: int | None = None  # restart budget; None if the rendezvous has none
-    reason: str = ""  # why this generation was formed, for messages
-    store: Store | None = None  # the job's store, if others may use it
-    # Prefix of the keys through which the nodes of this generation exchange messages, or empty.
+    restarts: int = 0  #: restarts that the job has used
+    max_restarts: int | None = None  #: restart budget; None if the rendezvous has none
+    reason: str = ""  #: why this generation was formed, for messages
+    store: Store | None = None  #: the job's store, if others may use it
+    #: Prefix of the keys through which the nodes of this generation exchange messages, or empty.
     exchange_prefix: str = ""
-    incarnation: str = ""  # identifies this run of the job id; empty if unknown
-    trigger: GenerationTrigger | None = None  # the kind of `reason`; None if unknown
+    incarnation: str = ""  #: identifies this run of the job id; empty if unknown
+    trigger: GenerationTrigger | None = None  #: the kind of `reason`; None if unknown
+    verdict: Verdict | None = None  #: the failure or loss that ended the last generation, if any
+    use_agent_store: bool = True  #: an agent serves torch's store, and no worker does
 
     @property
     def rank(self) -> int:
@@ -59,6 +65,142 @@ class RendezvousInfo:
     def world_size(self) -> int:
         """The number of nodes."""
         return self.assignment.num_nodes
+
+
+# -- messages between a membership and its agent -----------------------------------------------
+
+
+class Topic(enum.Enum):
+    """A topic under which the nodes of a generation publish values for each other."""
+
+    STOP = "stop"  # the call of `should_stop` at which a node's workers can stop
+    OVER = "over"  # the node's workers leave their group at once, because a collective failed
+    HANG = "hang"  # the progress of the node's ranks, once a worker hangs
+    NOTICES = "notices"  # a worker of the node has called `should_stop`
+
+
+class ReportKind(enum.Enum):
+    """The kind of a report of the agent to the rendezvous."""
+
+    FAILURE = "failure"
+    SLOTS = "slots"
+    CAN_REGROUP = "can_regroup"
+    TAKES_NOTICES = "takes_notices"
+    SUCCESS = "success"
+    DRAIN = "drain"
+    STOP = "stop"
+    RESTART = "restart"
+
+
+@attrs.frozen
+class Report:
+    """Tell the rendezvous what has happened here."""
+
+    kind: ReportKind
+    reason: str = ""
+    slots: int = 0  #: workers that this node offers
+    is_retained: bool = False  #: they have run in the last generation, and can continue
+    #: What happened to the workers, with any kind of report. Of several reports of a generation,
+    #: the evidence that most likely caused the others is kept. A FAILURE without it means RAISED.
+    evidence: Evidence | None = None
+    details: FailureDetails | None = None  #: about the evidence; 3 KB of it are kept
+
+
+@attrs.frozen
+class Publish:
+    """Publish a value for the other nodes of the generation. A later value replaces it."""
+
+    topic: Topic
+    value: bytes
+
+
+@attrs.frozen
+class Joined:
+    """This node is a member of a generation."""
+
+    attempt: int
+    generation: RendezvousInfo
+
+
+@attrs.frozen
+class MembershipChanged:
+    """The generation or the job is over, or this node could not join one."""
+
+    attempt: int
+    change: Change
+    error: Exception | None = None  # what `RendezvousHandler.next_rendezvous` raises, if not closed
+
+
+@attrs.frozen
+class PeerMessages:
+    """All that the nodes of the generation have published under a topic."""
+
+    attempt: int
+    topic: Topic
+    by_rank: Mapping[int, bytes] | None  # by node rank; None: the nodes cannot be reached
+
+
+class Membership(Protocol):
+    """The rendezvous as an agent's loop uses it: no method blocks, except `prepare` and `close`.
+
+    The loop calls the methods. Events come through `post`, from any thread.
+    """
+
+    @property
+    def store(self) -> Store | None:
+        """The job's store, if others may use it."""
+        ...
+
+    takes_slots: bool
+    """Whether this node may offer fewer workers than its specification has."""
+
+    run_id: str
+    """The job's id."""
+
+    def prepare(self) -> tuple[bool, bool]:
+        """Do slow preparation before the first join. Another thread calls this once.
+
+        Returns:
+            Whether other nodes train with workers that can regroup, and whether a worker of another
+            node is known to call `should_stop`.
+        """
+        ...
+
+    def open(
+        self,
+        post: Callable[[Joined | MembershipChanged | PeerMessages], None],
+        turned_at: Callable[[], float],
+    ) -> None:
+        """Begin. `turned_at` returns when the loop last made progress, on the handler's clock.
+
+        If that is long ago, the lease of this node is withdrawn, so that the other nodes do not
+        wait for an agent that does not react.
+        """
+        ...
+
+    def join(self, attempt: int) -> None:
+        """Join the next generation. A Joined or a MembershipChanged with this number follows."""
+        ...
+
+    def report(self, report: Report) -> None:
+        """Take note of what has happened on this node."""
+        ...
+
+    def publish(self, message: Publish) -> None:
+        """Publish a value for the other nodes of the generation.
+
+        All values under a topic, those of this node included, come as PeerMessages, whenever they
+        change.
+        """
+        ...
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Leave the job. Return whether this has ended in time. A second call does nothing.
+
+        Args:
+            timeout_s: the limit of the wait; by default, that of the membership's own settings.
+        """
+        ...
 
 
 def check_restart_budget(of_agent: int | None, of_job: int | None) -> None:
@@ -102,7 +244,7 @@ class RendezvousHandler(abc.ABC):
         Raises:
             RendezvousTimeoutError: No such generation formed within the join timeout.
             RendezvousClosedError: The job is in a terminal phase or continues without this node,
-                or `shutdown` was called.
+                or `shutdown` was called. Its `change` is the result of the agent.
             RendezvousConfigError: This node's settings contradict the job's.
             RendezvousError: This node cannot serve torch's store.
             StoreError: The store was unreachable for too long.
@@ -117,7 +259,7 @@ class RendezvousHandler(abc.ABC):
         """End the job for all nodes. The call should not block for long.
 
         An agent calls this when its workers have failed more often than `max_restarts` allows, if
-        `report_failure` is unsupported.
+        `report` does not support failures.
         """
 
     @abc.abstractmethod
@@ -139,59 +281,6 @@ class RendezvousHandler(abc.ABC):
             Whether all resources could be freed in time.
         """
 
-    def check_agent(self, *, slots: int, max_restarts: int | None) -> None:  # noqa: B027 - optional
-        """Reject an agent whose settings contradict this handler's own.
-
-        Each `ElasticAgent` calls this once, before anything starts. The default accepts all.
-
-        Args:
-            slots: The number of workers that the agent starts.
-            max_restarts: The restart budget that the agent was given; None if it was given none.
-
-        Raises:
-            ConfigError: The settings contradict each other.
-        """
-
-    def prepare(self) -> None:  # noqa: B027 - optional
-        """Do slow preparation that needs no other node, such as importing a large module.
-
-        The agent calls this once, in a thread, before the first rendezvous.
-        """
-
-    def mark_progress(self, allowance_s: float = 0.0) -> None:  # noqa: B027 - optional
-        """Record that the agent's loop makes progress.
-
-        The agent calls this in each iteration of its loop, before the first rendezvous as well. A
-        handler that keeps a lease for its node in a thread of its own ends the lease if the calls
-        stop, so that the other nodes do not wait for an agent that does not react. The default
-        does nothing.
-
-        Args:
-            allowance_s: Seconds that the next call may take longer than usual.
-        """
-
-    def start_join(self, callback: Callable[[RendezvousInfo | Change | Exception], None]) -> bool:
-        """Start what `next_rendezvous` and then `wait_for_change` do, without blocking a thread.
-
-        A new call replaces the previous call, whose callback is not called again.
-
-        Args:
-            callback: Called from any thread, and must not block. It gets the RendezvousInfo once
-                this node is a member, or the exception that `next_rendezvous` would raise; and
-                after the RendezvousInfo each Change.
-
-        Returns:
-            False if this is unsupported, as by default: the callback is never called, and the agent
-            uses the blocking methods.
-        """
-        del callback
-        return False
-
-    @property
-    def use_agent_store(self) -> bool:
-        """True if an agent serves torch's store and no worker does, as by default."""
-        return True
-
     def wait_for_change(self, timeout: float) -> Change | None:
         """Wait until the current generation ends.
 
@@ -211,124 +300,32 @@ class RendezvousHandler(abc.ABC):
             return Change(ChangeKind.RESIZE, f"{waiting} nodes are waiting to join")
         return None
 
-    def report_failure(
-        self, reason: str, *, kind: FailureKind = FailureKind.RAISED, hung_node_rank: int = -1
-    ) -> bool:
-        """Take note that this node's workers failed. The agent calls it once in a generation.
+    def report(self, report: Report) -> bool:
+        """Take note of what has happened on this node. The call should not block for long.
 
-        Args:
-            reason: Why they failed, for messages.
-            kind: What happened to them. Only `kind.names_host` is evidence against a host. The
-                restart after FailureKind.KILLED needs no delay.
-            hung_node_rank: The group rank of the node whose worker hangs, if the kind is HUNG.
+        What each kind of report asks for:
 
-        Returns:
-            False if this is unsupported, as by default: the agent keeps a restart budget of its
-            own. True if the generation or the job will end, and `wait_for_change` reports which.
-        """
-        del reason, kind, hung_node_rank
-        return False
-
-    def report_evidence(self, reason: str, *, kind: FailureKind, hung_node_rank: int = -1) -> None:
-        """Take note of stronger evidence about a failure than `report_failure` had.
-
-        The agent calls this after the failure was reported by any node, while the workers are
-        being stopped. The failure counts only once. The default does nothing.
-
-        Args:
-            reason: As for `report_failure`.
-            kind: As for `report_failure`.
-            hung_node_rank: As for `report_failure`.
-        """
-        del reason, kind, hung_node_rank
-
-    def report_slots(self, slots: int, *, retained: bool = False) -> bool:
-        """Take note of how many workers this node offers for the next generation.
-
-        If the number differs from the current generation's, all members are asked to stop at a
-        step that they agree on. A node that offers 0 is left out of a generation until it offers
-        more. The next generation waits for a returning member that offers 0, unless other members
-        have retained workers: the other members then continue without that node.
-
-        Args:
-            slots: The number of workers.
-            retained: The workers have run in the last generation and can continue in the next.
+        - FAILURE: the workers failed. The generation or the job ends, and `wait_for_change` reports
+          which. Its evidence counts with that of all nodes; the failure counts once.
+        - SLOTS: this node offers so many workers for the next generation. If the number differs
+          from the current generation's, all members are asked to stop at a step that they agree
+          on. A node that offers 0 is left out of a generation until it offers more. The next
+          generation waits for a returning member that offers 0, unless other members have retained
+          workers: the other members then continue without that node.
+        - CAN_REGROUP: the workers can continue in another generation.
+        - TAKES_NOTICES: a worker has called `should_stop`.
+        - SUCCESS: the workers succeeded. `wait_for_change` reports when those of all nodes have
+          (SUCCEEDED), or that this node's workers must start again.
+        - DRAIN: this node leaves as soon as its workers have saved. The members are asked to stop
+          at a step that they agree on, and the next generation waits until this node has left.
+        - STOP: the same, and no further generation is formed.
+        - RESTART: all workers are restarted in a new generation. This counts as no failure.
 
         Returns:
-            False if this is unsupported, as by default: the node always has the number of workers
-            that it was constructed with.
+            False if such a report is unsupported, as by default for all. The agent then keeps a
+            restart budget of its own, and calls `set_closed` when it is used up; it always has the
+            number of workers that it was constructed with; and it leaves after a SUCCESS, a DRAIN
+            or a STOP without waiting for the other nodes.
         """
-        del slots, retained
-        return False
-
-    def report_can_regroup(self) -> None:  # noqa: B027 - optional
-        """Take note that workers of this node can continue in another generation."""
-
-    def peers_can_regroup(self) -> bool:
-        """Return whether the job has workers that can continue in another generation.
-
-        A joining node then starts its own workers before it is admitted. The agent calls this
-        before the first rendezvous, in any thread. The call may wait for some seconds.
-        """
-        return False
-
-    def report_takes_notices(self) -> None:  # noqa: B027 - optional
-        """Take note that a worker of this node has called `should_stop`."""
-
-    def peers_take_notices(self) -> bool:
-        """Return whether a worker of another node is known to have called `should_stop`.
-
-        Then SIGTERM drains this node also before its own workers make that call. The call must not
-        block. The default is False.
-        """
-        return False
-
-    def report_drain(self, reason: str) -> None:  # noqa: B027 - optional
-        """Take note that this node leaves as soon as its workers have saved.
-
-        The members of the generation are then asked to stop at a step that they agree on, and the
-        next generation waits until this node has left. With the default, the other nodes are not
-        told: this node leaves without them.
-
-        Args:
-            reason: Why it leaves, for messages.
-        """
-
-    def report_stop(self, reason: str) -> None:
-        """Take note that this node leaves as by `report_drain`, and that the job shall end.
-
-        No further generation is formed. With the default, this node only drains.
-
-        Args:
-            reason: Why the job ends, for messages.
-        """
-        self.report_drain(reason)
-
-    def report_restart(self, reason: str) -> bool:
-        """Take note that all workers of the current generation shall be restarted.
-
-        The members are asked to stop at a step that they agree on, and then form a new generation.
-        This counts as no failure.
-
-        Args:
-            reason: Why they are restarted, for messages.
-
-        Returns:
-            False if this is unsupported, as by default: nothing happens. True if the generation
-            will end with a RESTART.
-        """
-        del reason
-        return False
-
-    def report_success(self) -> bool:
-        """Take note that this node's workers succeeded.
-
-        A handler for several nodes should override this. With the default, the agent leaves at
-        once: it does not wait for the other nodes, and if their workers fail later, they cannot be
-        restarted together with this node.
-
-        Returns:
-            False if this is unsupported, as by default. True if `wait_for_change` reports when all
-            nodes have succeeded (SUCCEEDED), or that this node's workers must start again.
-        """
+        del report
         return False

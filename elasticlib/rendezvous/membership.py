@@ -16,7 +16,7 @@ import attrs
 from ..defaults import DEFAULT_STORE_GRACE_S
 from ..errors import ConfigError
 from .bad_nodes import ExcludedHost, FirstFailure, add_failure
-from .blame import FailureKind
+from .blame import Evidence, FailureKind, Verdict
 
 MAX_BAD_NODE_WINDOW = 100  # generations, which bounds the size of the history in the store
 
@@ -146,6 +146,10 @@ class Node:
     # Nodes with an equal value get adjacent ranks. Replicas of their snapshots are elsewhere.
     topology: str = ""
 
+    def __attrs_post_init__(self) -> None:
+        if self.slots < 0:
+            raise ConfigError(f"a node offers 0 or more slots, got {self.slots}")
+
 
 class JobAction(enum.Enum):
     """An action that an operator can request for a whole job."""
@@ -177,10 +181,8 @@ class NodeRecord(Node):
     stopped_membership_id: str = ""  # the generation whose workers the node has stopped
     # The incarnation that had no live node when this node started. The node is not part of it.
     inactive_incarnation: str = ""
-    failure_reason: str | None = None  # why the workers failed in `failed_membership_id`
-    failed_membership_id: str = ""
-    failure_kind: FailureKind = FailureKind.RAISED  # what `failure_reason` is evidence of
-    hung_node_rank: int = -1  # group rank of the node that hangs, if the kind is HUNG
+    evidence: Evidence | None = None  # what happened to the workers of the generation `evidence_of`
+    evidence_of: str = ""
     drain_reason: str = ""  # why the node leaves once its workers have saved; empty: it stays
     has_retained_workers: bool = False  # the offered workers have run in the last generation
     request: JobRequest | None = None  # what an operator wants for the whole job
@@ -190,20 +192,6 @@ class NodeRecord(Node):
     def of(cls, node: Node) -> NodeRecord:
         """Return the record of a node that has not taken part in a rendezvous yet."""
         return cls(**attrs.asdict(node, recurse=False))
-
-
-@attrs.frozen
-class NodeFailure:
-    """The failure that ended a generation. It is charged when the next generation forms."""
-
-    node: str  # the node that it is evidence against, otherwise the one that has reported it
-    reason: str
-    kind: FailureKind = FailureKind.RAISED
-
-    @property
-    def named_node(self) -> str:
-        """The node that caused the failure; empty if the evidence names no node."""
-        return self.node if self.kind.names_host else ""
 
 
 @attrs.frozen
@@ -226,7 +214,9 @@ class MembershipState:
     num_nodes: int = 0
     restarts: int = 0  # restarts that were charged to the budget
     reason: str = "the job starts"  # why the last generation finished, for messages
-    failure: NodeFailure | None = None  # the failure that the next generation is charged for
+    # Why the last generation ended, or ends: a failure or a loss. None if neither has ended it. It
+    # is replaced as long as evidence arrives, and final once the next generation has formed.
+    verdict: Verdict | None = None
     evicted: tuple[str, ...] = ()  # nodes that used up the budget and must leave
     rejected_spares: tuple[str, ...] = ()  # nodes beyond the allowed number of spares
     job_end: JobEnd | None = None
@@ -312,7 +302,7 @@ class Change:
 
     kind: ChangeKind
     reason: str
-    node: str = ""  # id of the node that caused it, if known
+    verdict: Verdict | None = None  # which failure or loss the end of the job is based on, if any
 
 
 @attrs.frozen
@@ -320,14 +310,15 @@ class Membership(MembershipState):
     """The state of a job with its members. The index of a member is its group rank."""
 
     members: tuple[NodeRecord, ...] = ()
+    member_ids: frozenset[str] = attrs.field(init=False, eq=False, repr=False)
+
+    @member_ids.default
+    def _(self) -> frozenset[str]:
+        return frozenset(node.id for node in self.members)
 
     @property
     def state(self) -> MembershipState:
         return MembershipState(**_state_fields(self))
-
-    @property
-    def member_ids(self) -> frozenset[str]:
-        return frozenset(node.id for node in self.members)
 
 
 def _state_fields(state: MembershipState) -> dict[str, Any]:
@@ -345,22 +336,23 @@ def with_members(state: MembershipState, members: Iterable[NodeRecord]) -> Membe
 def end_generation(
     membership: Membership,
     reason: str,
-    failure: NodeFailure | None = None,
+    verdict: Verdict | None = None,
     *,
     trigger: GenerationTrigger | None = None,
 ) -> Membership:
     """End the current generation. Its members keep their order in the next one.
 
-    The default trigger is FAILURE if there is a failure, and NODE_LOSS otherwise.
+    The default trigger is FAILURE if workers have failed, and NODE_LOSS otherwise.
     """
     if trigger is None:
-        trigger = GenerationTrigger.NODE_LOSS if failure is None else GenerationTrigger.FAILURE
+        is_loss = verdict is None or verdict.kind is FailureKind.LOST
+        trigger = GenerationTrigger.NODE_LOSS if is_loss else GenerationTrigger.FAILURE
     return attrs.evolve(
         membership,
         phase=JobPhase.FORMING,
         reason=reason,
         trigger=trigger,
-        failure=failure,
+        verdict=verdict,
         is_planned=False,
     )
 
@@ -393,15 +385,7 @@ def form_generation(
         nonce: text that no other generation uses.
     """
     chosen = tuple(
-        attrs.evolve(
-            node,
-            failure_reason=None,
-            failed_membership_id="",
-            failure_kind=FailureKind.RAISED,
-            hung_node_rank=-1,
-            request=None,
-        )
-        for node in members
+        attrs.evolve(node, evidence=None, evidence_of="", request=None) for node in members
     )
     settings = membership.settings
     if not settings.min_nodes <= len(chosen) <= settings.max_nodes:
@@ -418,7 +402,6 @@ def form_generation(
         num_nodes=len(chosen),
         members=chosen,
         restarts=membership.restarts + charged,
-        failure=None,
         is_planned=False,
     )
 
@@ -431,19 +414,15 @@ def evict(membership: Membership, node_ids: Iterable[str], live: Container[str])
     """
     members = membership.member_ids
     earlier = (n for n in membership.evicted if n in live or n in members)
-    return attrs.evolve(membership, evicted=(*earlier, *node_ids), failure=None)
+    return attrs.evolve(membership, evicted=(*earlier, *node_ids))
 
 
 def record_first_failure(membership: Membership) -> Membership:
-    """Add the host of the failure that ended the current generation to the history.
-
-    Nothing changes if no member has failed, or if the evidence names none.
-    """
-    failure, window = membership.failure, membership.settings.bad_node_window
-    hosts = {node.id: node.host for node in membership.members}
-    if failure is None or failure.named_node not in hosts:
+    """Add the host that the verdict names to the history, if it names one."""
+    verdict, window = membership.verdict, membership.settings.bad_node_window
+    if verdict is None or not verdict.named_host:
         return membership
-    history, host = membership.first_failures, hosts[failure.named_node]
+    history, host = membership.first_failures, verdict.named_host
     history = add_failure(history, membership.generation, host, window=window)
     return attrs.evolve(membership, first_failures=history)
 
@@ -463,7 +442,6 @@ def exclude_hosts(membership: Membership, hosts: Iterable[ExcludedHost], reason:
         membership,
         excluded_hosts=excluded,
         first_failures=history,
-        failure=None,
         reason=reason,
     )
 
@@ -482,7 +460,7 @@ def end_job(
     reason: str,
     *,
     job_end: JobEnd,
-    failure: NodeFailure | None = None,
+    verdict: Verdict | None = None,
 ) -> AnyState:
     """End this run of the job in a terminal phase.
 
@@ -491,7 +469,7 @@ def end_job(
     """
     if state.phase.is_terminal or not phase.is_terminal:
         raise ConfigError(f"a job ends once, got {state.phase.value} -> {phase.value}")
-    return attrs.evolve(state, phase=phase, reason=reason, failure=failure, job_end=job_end)
+    return attrs.evolve(state, phase=phase, reason=reason, verdict=verdict, job_end=job_end)
 
 
 # -- predicates ------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ from typing import Any
 
 import attrs
 
-from .blame import FailureKind
+from ..errors import require_not_none
+from .blame import Evidence, blame
 from .membership import (
     Change,
     ChangeKind,
@@ -88,16 +89,19 @@ class NodeIntent:
         )
         return attrs.evolve(member, remembered_state=state)
 
-    def record_failure(
-        self, reason: str, kind: FailureKind = FailureKind.RAISED, hung_node_rank: int = -1
-    ) -> NodeIntent:
-        """Publish that the workers of the current generation failed."""
-        return self.with_node_fields(
-            failure_reason=reason,
-            failed_membership_id=self.node.membership_id,
-            failure_kind=kind,
-            hung_node_rank=hung_node_rank,
-        )
+    def record_evidence(self, evidence: Evidence) -> NodeIntent:
+        """Publish what happened to the workers of the current generation.
+
+        The record has only the evidence of the failure that most likely caused the others here.
+        """
+        of, num_nodes = self.node.membership_id, 1
+        if self.remembered_state is not None:
+            num_nodes = self.remembered_state.num_nodes
+        before = self.node.evidence if self.node.evidence_of == of else None
+        new = attrs.evolve(evidence.bounded(num_nodes), node="", host="")
+        verdict = blame([new] if before is None else [before, new])
+        decisive = require_not_none(verdict, "the verdict").evidence
+        return self.with_node_fields(evidence=decisive, evidence_of=of)
 
     def request_stop(self, reason: str) -> NodeIntent:
         """Publish that this node leaves once its workers have saved, and that the job ends."""
@@ -195,21 +199,20 @@ class NodeIntent:
             return None
         node_id = self.node.id
         if state.phase.is_terminal and self.node.inactive_incarnation != state.incarnation:
-            node = "" if state.failure is None else state.failure.node
-            return Change(ChangeKind(state.phase.value), state.reason, node)
+            return Change(ChangeKind(state.phase.value), state.reason, state.verdict)
         if node_id in state.evicted:
             spent = f"{state.restarts} of {state.settings.max_restarts} restarts used"
             reason = f"this node's workers failed and the job continues without it ({spent})"
-            return Change(ChangeKind.EVICTED, reason, node_id)
+            return Change(ChangeKind.EVICTED, reason, state.verdict)
         exclusion = state.exclusion_of(self.node.host)
         if exclusion is not None and self.node.inactive_incarnation != state.incarnation:
             reason = f"the job continues without this host, because {exclusion.reason}"
-            return Change(ChangeKind.EXCLUDED, reason, node_id)
+            return Change(ChangeKind.EXCLUDED, reason, state.verdict)
         if node_id in state.rejected_spares:
             settings = state.settings
             wanted = f"{settings.max_nodes} nodes and {settings.spares} spares (--spares)"
             reason = f"the job has all the nodes it wants, {wanted}"
-            return Change(ChangeKind.NOT_NEEDED, reason, node_id)
+            return Change(ChangeKind.NOT_NEEDED, reason)
         return None
 
     def change(self, state: MembershipState | None) -> Change | None:

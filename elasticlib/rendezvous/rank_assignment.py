@@ -23,14 +23,14 @@ NODES_PER_SHARD = 16  # on average
 class RankAssignment:
     """The ranks of one node in a generation."""
 
-    group_rank: int  # rank of the node among all nodes
+    group_rank: int  #: rank of the node among all nodes
     num_nodes: int
-    local_world_size: int  # workers on this node
-    first_rank: int  # global rank of this node's first worker
-    world_size: int  # workers on all nodes
-    first_role_rank: int  # rank of this node's first worker among workers of the same role
-    role_world_size: int  # workers of this role on all nodes
-    largest_domain: int = 1  # nodes of the largest topology domain; those of a domain are adjacent
+    local_world_size: int  #: workers on this node
+    first_rank: int  #: global rank of this node's first worker
+    world_size: int  #: workers on all nodes
+    first_role_rank: int  #: rank of this node's first worker among workers of the same role
+    role_world_size: int  #: workers of this role on all nodes
+    largest_domain: int = 1  #: nodes of the largest topology domain; those of a domain are adjacent
 
 
 AssignedNode = tuple[NodeRecord, RankAssignment]
@@ -130,8 +130,9 @@ def order_members(
 
 
 def natural_sort_key(name: str) -> tuple[tuple[int, int, str], ...]:
-    """Return a sort key that orders `node2` before `node10`."""
-    parts = re.split(r"(\d+)", name)
+    """Return a sort key that orders `node2` before `node10`, for numbers of up to 18 digits."""
+    # Python refuses to convert thousands of digits, and any client can write such a name.
+    parts = re.split(r"(\d{1,18})", name)
     return tuple((0, int(p), p) if p.isdecimal() else (1, 0, p) for p in parts if p)
 
 

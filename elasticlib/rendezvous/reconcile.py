@@ -6,13 +6,13 @@ any, and the reason, which is logged and shown to waiting nodes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
 
 from ..errors import require_not_none
 from .bad_nodes import ExcludedHost, bad_hosts, describe_failures, excluded_hosts
-from .blame import FailureKind, find_strongest
+from .blame import Evidence, FailureDetails, FailureKind, Verdict, blame
 from .membership import (
     GenerationTrigger,
     JobAction,
@@ -21,7 +21,6 @@ from .membership import (
     JobRequest,
     Membership,
     MembershipState,
-    NodeFailure,
     NodeRecord,
     RendezvousSettings,
     begin_resize,
@@ -65,6 +64,7 @@ class LeaderView:
     ]  # nodes with a valid lease, most recently written record last
     finished_ids: frozenset[str] = frozenset()  # members whose workers have succeeded
     left_ids: frozenset[str] = frozenset()  # members that have left on purpose
+    details: Mapping[str, FailureDetails] = attrs.field(factory=dict)  # by id of the failed node
     remembered_state: MembershipState | None = None  # state of a job that the store has lost
     since_last_arrival_s: float = 0.0  # time since the leader first saw the newest node
     return_grace_s: float = 0.0  # nodes may still be missing this long because the store was away
@@ -87,6 +87,11 @@ class ReconcileResult:
 def reconcile(view: LeaderView) -> ReconcileResult:
     """Decide the next step of the job."""
     membership = view.membership
+    if membership is not None:
+        # Any client of the store can write such a key. Other nodes than the members do not count.
+        members = membership.member_ids
+        finished_ids, left_ids = view.finished_ids & members, view.left_ids & members
+        view = attrs.evolve(view, finished_ids=finished_ids, left_ids=left_ids)
     restored = _restore_lost_generation(view)
     if restored is not None:
         return restored
@@ -187,12 +192,11 @@ def _reconcile_active(view: LeaderView, membership: Membership) -> ReconcileResu
     lost = [m for m in membership.members if m.id not in live and m.id not in view.finished_ids]
     if lost:
         return _reconcile_after_loss(view, membership, lost)
-    failure = _find_failure(view, membership)
-    if failure is not None:
-        failure = _mention_nodes_that_left(view, failure)
-        reason = f"{_name_of(failure.node, view)}: {failure.reason}"
-        count = count_quick_failures(membership, failure, view.phase_age_s)
-        forming = end_generation(membership, reason, failure)
+    verdict = blame(_evidence_of_failures(view, membership))
+    if verdict is not None:
+        reason = _describe(verdict, view)
+        count = count_quick_failures(membership, verdict.kind, view.phase_age_s)
+        forming = end_generation(membership, reason, verdict)
         return ReconcileResult(reason, attrs.evolve(forming, quick_failure_count=count))
     requested = _requested_change(view, membership)
     if requested is not None:
@@ -234,11 +238,9 @@ def _reconcile_after_loss(
     blocked = _wait_for_quorum(view, membership, lost)
     if blocked is not None:
         return blocked
+    verdict = blame((), _evidence_of_loss(lost, view))
     reason = _describe_loss(lost, view)
-    # If other members failed as well, they failed because these members were lost.
-    failure = _find_failure(view, membership)
-    forming = end_generation(membership, reason, failure, trigger=GenerationTrigger.NODE_LOSS)
-    return ReconcileResult(reason, forming)
+    return ReconcileResult(reason, end_generation(membership, reason, verdict))
 
 
 def _reconcile_healthy(view: LeaderView, membership: Membership) -> ReconcileResult:
@@ -294,10 +296,11 @@ def _reconcile_forming(view: LeaderView, membership: Membership) -> ReconcileRes
     if stops and not membership.stop_reason:
         reason = stops[0].reason
         return ReconcileResult(reason, attrs.evolve(membership, stop_reason=reason))
-    failed = _note_failure_during_resize(view, membership)
-    if failed is not None:
-        return ReconcileResult(failed.reason, failed)
     members = membership.member_ids
+    if membership.is_planned:
+        result = _reconcile_planned_end(view, membership)
+        if result is not None:
+            return result
     candidates = _candidates(view, membership)
     busy = [n for n in candidates if n.id in members and not _is_stopped(n, membership)]
     if busy:
@@ -318,11 +321,14 @@ def _reconcile_forming(view: LeaderView, membership: Membership) -> ReconcileRes
         reason = "the store was unreachable, waiting for nodes"
         return ReconcileResult(reason, requeue_after_s=view.return_grace_s)
     absent = [m for m in membership.members if m.id not in here]
-    result = _wait_for_quorum(view, membership, absent) or _blame_lost_members(view, membership)
+    result = _wait_for_quorum(view, membership, absent)
     if result is not None:
         return result
-    membership = _review_failure(view, membership)
-    charged = membership.failure is not None and members <= here
+    before, membership = membership, _review_verdict(view, membership)
+    if membership.trigger is not before.trigger:
+        return ReconcileResult(membership.reason, membership)
+    verdict = membership.verdict
+    charged = verdict is not None and verdict.kind is not FailureKind.LOST and members <= here
     if charged:
         membership = record_first_failure(membership)
         result = _exclude_bad_hosts(membership, candidates)
@@ -342,33 +348,43 @@ def _reconcile_forming(view: LeaderView, membership: Membership) -> ReconcileRes
     return _form_or_wait(view, membership, ordered, charged=charged)
 
 
-def _note_failure_during_resize(view: LeaderView, membership: Membership) -> Membership | None:
-    """Return the membership with the first failure after a planned end, or None if it has none.
+def _reconcile_planned_end(view: LeaderView, membership: Membership) -> ReconcileResult | None:
+    """Return what to do about a loss or a failure while workers stop at a step that they agree on.
 
-    It is charged like one that ends a generation: workers that fail again and again must use up
-    the budget, whatever ends their generations. After a loss, members fail because of the loss.
+    The others would wait for a lost node until their time to save is over. So the end is no longer
+    planned, and its nodes are told. A node that leaves on purpose has told them by itself.
+
+    A failure is charged like one that ends a generation: workers that fail again and again must
+    use up the budget, whatever ends their generations. A failed collective may only mean that
+    workers of another node have stopped already.
     """
-    if not membership.is_planned or membership.failure is not None or membership.stop_reason:
+    live = {node.id for node in view.live_nodes}
+    accounted_for = live | view.finished_ids | view.left_ids
+    lost = [member for member in membership.members if member.id not in accounted_for]
+    if lost:
+        return _reconcile_after_loss(view, membership, lost)
+    verdict = blame(_evidence_of_failures(view, membership))
+    if verdict is None or not verdict.kind.is_own:
         return None
-    failure = _find_failure(view, membership)
-    if failure is None:
+    if membership.verdict is not None or membership.stop_reason:
         return None
-    return attrs.evolve(
+    failed = attrs.evolve(
         membership,
-        failure=failure,
-        reason=f"{_name_of(failure.node, view)}: {failure.reason}",
-        quick_failure_count=count_quick_failures(membership, failure, view.phase_age_s),
+        verdict=verdict,
+        reason=_describe(verdict, view),
+        quick_failure_count=count_quick_failures(membership, verdict.kind, view.phase_age_s),
     )
+    return ReconcileResult(failed.reason, failed)
 
 
 def _exclude_bad_hosts(
     membership: Membership, candidates: Sequence[NodeRecord]
 ) -> ReconcileResult | None:
     """Exclude hosts whose workers keep failing, or return None if there is nothing to exclude."""
-    settings, failure = membership.settings, membership.failure
+    settings, verdict = membership.settings, membership.verdict
     if settings.has_fixed_ranks:
         return None  # No other node can have the rank of the excluded one.
-    if failure is None or not failure.named_node:
+    if verdict is None or not verdict.named_node:
         return None  # The last failure is evidence against no host.
     counts = _bad_hosts(membership)
     names = (node.host for node in candidates)
@@ -395,10 +411,10 @@ def _bad_hosts(membership: Membership) -> dict[str, int]:
 
 def _explain_bad_host(membership: Membership, candidates: Sequence[NodeRecord]) -> Membership:
     """Add to the reason why the host of the last failure is not excluded, if it is a bad host."""
-    settings, failure = membership.settings, membership.failure
-    if failure is None or not failure.named_node or not membership.first_failures:
+    settings, verdict = membership.settings, membership.verdict
+    if verdict is None or not verdict.named_host:
         return membership
-    counts, host = _bad_hosts(membership), membership.first_failures[-1].host
+    counts, host = _bad_hosts(membership), verdict.named_host
     others = sum(node.host != host for node in candidates)
     if host not in counts or not others:
         return membership
@@ -433,16 +449,17 @@ def _evict_or_end_job(
 
     End the job if the evidence names no node, or if too few nodes would remain.
     """
-    failure = require_not_none(membership.failure, "the failure")
+    verdict = require_not_none(membership.verdict, "the verdict")
     settings = membership.settings
-    failed = [n for n in candidates if n.id == failure.named_node]
+    failed = [n for n in candidates if n.id == verdict.named_node]
     budget = f"{membership.restarts} of {settings.max_restarts} restarts used"
     if failed and len(candidates) - len(failed) >= settings.min_nodes:
         ids = [n.id for n in failed]
         evicted = evict(membership, ids, {n.id for n in view.live_nodes})
         return ReconcileResult(f"{_names(failed, view)} must leave: {budget}", evicted)
-    reason = f"{_name_of(failure.node, view)}: {failure.reason} ({budget})"
-    return ReconcileResult(reason, _end_job(view, membership, JobPhase.FAILED, reason, failure))
+    reason = f"{_describe(verdict, view)} ({budget})"
+    verdict = attrs.evolve(verdict, details=view.details.get(verdict.evidence.node))
+    return ReconcileResult(reason, _end_job(view, membership, JobPhase.FAILED, reason, verdict))
 
 
 def _form_or_wait(
@@ -465,22 +482,6 @@ def _form_or_wait(
     reason = f"generation {number} of {len(ordered)} nodes: {membership.reason}"
     formed = form_generation(membership, ordered, charged=charged, nonce=view.nonce)
     return ReconcileResult(reason, formed)
-
-
-def _blame_lost_members(view: LeaderView, membership: Membership) -> ReconcileResult | None:
-    """Change the trigger to NODE_LOSS if members were lost and a live member reported a failure.
-
-    The leases of the lost members expired after the failure that their loss caused.
-    """
-    live, failure = {n.id for n in view.live_nodes}, membership.failure
-    if failure is None or membership.trigger is not GenerationTrigger.FAILURE:
-        return None
-    lost = [m for m in membership.members if m.id not in live]
-    if failure.node not in live or not lost:
-        return None
-    reason = _describe_loss(lost, view)
-    forming = end_generation(membership, reason, failure, trigger=GenerationTrigger.NODE_LOSS)
-    return ReconcileResult(reason, forming)
 
 
 def _wait_for_more_nodes(
@@ -506,15 +507,15 @@ def _wait_for_more_nodes(
 # -- rules that several decisions use --------------------------------------------------------------
 
 
-def count_quick_failures(membership: Membership, failure: NodeFailure, age_s: float) -> int:
-    """Return the number of quick failures in a row, including `failure` after `age_s` seconds.
+def count_quick_failures(membership: Membership, kind: FailureKind, age_s: float) -> int:
+    """Return the number of quick failures in a row, including one of this kind after `age_s`.
 
     A worker that was killed from outside is not counted: an immediate restart does not make it
     more likely that the next worker is killed as well.
     """
     if age_s >= QUICK_FAILURE_S:
         return 0
-    return membership.quick_failure_count + (failure.kind is not FailureKind.KILLED)
+    return membership.quick_failure_count + (kind is not FailureKind.KILLED)
 
 
 def restart_reset_in_s(membership: Membership, age_s: float) -> float | None:
@@ -563,10 +564,10 @@ def _end_job(
     membership: Membership,
     phase: JobPhase,
     reason: str,
-    failure: NodeFailure | None = None,
+    verdict: Verdict | None = None,
 ) -> Membership:
     job_end = JobEnd(_name_of(view.node_id, view), view.wall_time)
-    return end_job(membership, phase, reason, job_end=job_end, failure=failure)
+    return end_job(membership, phase, reason, job_end=job_end, verdict=verdict)
 
 
 def _candidates(view: LeaderView, membership: Membership) -> list[NodeRecord]:
@@ -580,55 +581,72 @@ def _is_stopped(node: NodeRecord, membership: Membership) -> bool:
     return node.stopped_membership_id == membership.membership_id
 
 
-def _find_failure(view: LeaderView, membership: Membership) -> NodeFailure | None:
-    """Return the failure with the strongest evidence, the first of several; None without one."""
-    reported = _reported_failures(view, membership)
-    first = membership.failure
-    return find_strongest(reported if first is None else (first, *reported))
+def _evidence_of_failures(view: LeaderView, membership: Membership) -> list[Evidence]:
+    """Return the evidence of failed workers, of one node each, the first report in front.
 
-
-def _reported_failures(view: LeaderView, membership: Membership) -> list[NodeFailure]:
-    """Return the failures that live members report for the current generation."""
-    members, found = membership.members, []
-    for node in view.live_nodes:
-        is_current = node.failed_membership_id == membership.membership_id
-        if node.id in membership.member_ids and is_current and node.failure_reason is not None:
-            name, kind, hung = node.id, node.failure_kind, node.hung_node_rank
-            if kind is FailureKind.HUNG:
-                is_member = 0 <= hung < len(members)
-                name, kind = (members[hung].id, kind) if is_member else (name, FailureKind.STALLED)
-            found.append(NodeFailure(name, node.failure_reason, kind))
-    return found
-
-
-def _mention_nodes_that_left(view: LeaderView, failure: NodeFailure) -> NodeFailure:
-    """Add to a failed collective that workers of other nodes had exited with success before."""
-    done = [m for m in require_not_none(view.membership, "it").members if m.id in view.finished_ids]
-    if failure.kind is not FailureKind.COLLECTIVE or not done:
-        return failure
-    reason = f"{failure.reason}; the workers of {_names(done, view)} had exited with code 0 before"
-    return attrs.evolve(failure, reason=reason)
-
-
-def _review_failure(view: LeaderView, membership: Membership) -> Membership:
-    """Replace the failure that ended the generation if stronger evidence is known by now.
-
-    The first node that reports is often one that has only noticed a lost peer. By the time all
-    members have stopped, each has reported what happened to its own workers.
+    The present verdict keeps the evidence of a node that was lost after it had reported.
     """
-    first, strongest = membership.failure, _find_failure(view, membership)
-    is_failure = membership.trigger is GenerationTrigger.FAILURE
-    if first is None or strongest is None or strongest == first or not is_failure:
+    found: dict[str, Evidence] = {}
+    verdict, members = membership.verdict, membership.member_ids
+    if verdict is not None and membership.phase is JobPhase.FORMING:
+        found[verdict.evidence.node] = verdict.evidence
+    for node in view.live_nodes:
+        is_current = node.evidence_of == membership.membership_id
+        if node.evidence is not None and is_current and node.id in members:
+            # The record itself says what it is about, not what is written in it.
+            found[node.id] = attrs.evolve(node.evidence, node=node.id, host=node.host)
+    excluded = (FailureKind.LOST, FailureKind.STOPPED)
+    failures = [one for one in found.values() if one.kind not in excluded]
+    collective = next((one for one in failures if one.kind is FailureKind.COLLECTIVE), None)
+    if collective is not None:
+        who = _name_of(collective.node, view)
+        text = f"its workers had exited with code 0 before {who}: {collective.text}"
+        failures.extend(
+            Evidence(FailureKind.LEFT, text, node=member.id, host=member.host)
+            for member in membership.members
+            if member.id in view.finished_ids
+        )
+    return failures
+
+
+def _evidence_of_loss(lost: Sequence[NodeRecord], view: LeaderView) -> list[Evidence]:
+    return [
+        Evidence(FailureKind.LOST, _describe_loss([node], view), node=node.id, host=node.host)
+        for node in lost
+    ]
+
+
+def _review_verdict(view: LeaderView, membership: Membership) -> Membership:
+    """Return the membership with the verdict on all evidence, once all members have stopped.
+
+    The first node that reports is often one that has only noticed a lost peer. By now, each node
+    has reported what happened to its own workers, and the leases of lost nodes have expired.
+    """
+    before = membership.verdict
+    if before is None or before.kind is FailureKind.LOST:
         return membership
+    lost: list[NodeRecord] = []
+    if membership.trigger is GenerationTrigger.FAILURE:
+        live = {node.id for node in view.live_nodes} | {*membership.evicted}
+        is_excluded = membership.exclusion_of
+        lost = [m for m in membership.members if m.id not in live and not is_excluded(m.host)]
+    evidence = _evidence_of_failures(view, membership)
+    verdict = blame(evidence, _evidence_of_loss(lost, view))
+    if verdict is None or verdict == before:
+        return membership
+    if verdict.kind is FailureKind.LOST:
+        return end_generation(membership, _describe_loss(lost, view), verdict)
+    if verdict.evidence == before.evidence:
+        return attrs.evolve(membership, verdict=verdict)
     count, killed = membership.quick_failure_count, FailureKind.KILLED
-    if strongest.kind is killed and first.kind is not killed:
+    if verdict.kind is killed and before.kind is not killed:
         count = max(0, count - 1)
-    return attrs.evolve(
-        membership,
-        failure=strongest,
-        reason=f"{_name_of(strongest.node, view)}: {strongest.reason}",
-        quick_failure_count=count,
-    )
+    reason = _describe(verdict, view)
+    return attrs.evolve(membership, verdict=verdict, reason=reason, quick_failure_count=count)
+
+
+def _describe(verdict: Verdict, view: LeaderView) -> str:
+    return f"{_name_of(verdict.evidence.node, view)}: {verdict.evidence.text}"
 
 
 def _list_requests(view: LeaderView, membership: Membership) -> list[JobRequest]:

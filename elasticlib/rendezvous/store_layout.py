@@ -4,26 +4,41 @@ All nodes watch the keys under `head/`, whose number and size do not depend on t
 Only the leader reads the other keys: leased records of live nodes, the members of a generation in
 shards, and which members have finished or left.
 
-All nodes of a job run the same version: a node that reads a state of another format raises
-RendezvousConfigError.
+Any client of the store can write anything under these keys. An entry that cannot be decoded is no
+exception but a value: `JobListing.errors` has it, and the listing is read as if the entry did not
+exist, or as if the state had not changed. A node replaces such an entry if it knows better.
+
+All nodes of a job run the same version: a node that finds a state of another format when it starts
+raises OtherFormatError.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import lru_cache
+from typing import TypeVar
 from urllib.parse import quote
 
-from ..errors import RendezvousConfigError
+import attrs
+
+from ..endpoint import split_endpoint
+from ..errors import ConfigError, RendezvousConfigError, require_not_none
 from ..stores.key_space import Entry, Listing
+from .blame import FailureDetails
 from .membership import JobPhase, Leader, Membership, MembershipState, NodeRecord, with_members
 from .rank_assignment import AssignedNode, RankAssignment, num_shards
 from .record_codec import decode as decode
 from .record_codec import encode as encode
 from .record_codec import fields_of, from_json, parse
 
-FORMAT = 7
+FORMAT = 8
 FORMAT_REMEDY = "start all nodes with the same version of elasticlib"
+
+Value = TypeVar("Value")
+
+
+class OtherFormatError(RendezvousConfigError):
+    """The state of the job was written by another version of elasticlib."""
 
 
 class StoreKeys:
@@ -59,6 +74,10 @@ class StoreKeys:
         """The key that a node writes when it leaves its generation on purpose."""
         return self._of_generation("left", membership_id, node_id)
 
+    def detail(self, membership_id: str = "", number: int | str = "") -> str:
+        """The key of the details of a failure, by the rank of its node modulo a limit."""
+        return self._of_generation("detail", membership_id, number)
+
     def exchange_prefix(self, membership_id: str = "") -> str:
         """The prefix of the keys through which the nodes of a generation exchange messages."""
         return self._of_generation("exchange", membership_id)
@@ -69,38 +88,58 @@ class StoreKeys:
 
 
 class JobListing:
-    """The content of one listing of a job, or of its watched keys."""
+    """The content of one listing of a job, or of its watched keys.
 
-    def __init__(self, keys: StoreKeys, listing: Listing) -> None:
+    Args:
+        keys: The keys of the job.
+        listing: The listing.
+        last_state: The state that was read before. It is used if the entry cannot be decoded.
+    """
+
+    def __init__(
+        self, keys: StoreKeys, listing: Listing, last_state: MembershipState | None = None
+    ) -> None:
         self._keys = keys
         self._entries = {entry.key: entry for entry in listing.entries}
         self.version = listing.version
+        self.errors: dict[str, RendezvousConfigError] = {}  # of entries that were read, by key
         self.state_entry = self._entries.get(keys.state)
-        self.state = None if self.state_entry is None else decode_state(self.state_entry.value)
+        self.state = self._read(self.state_entry, decode_state)
+        self.state_error = self.errors.get(keys.state)
+        if self.state_error is not None:
+            self.state = last_state
+        self.membership_id = "" if self.state is None else self.state.membership_id
+        self.phase = None if self.state is None else self.state.phase
+        self.is_active = self.phase is JobPhase.ACTIVE
         self.leader_entry = self._entries.get(keys.leader)
-        self.leader = None
-        if self.leader_entry is not None:
-            self.leader = decode(Leader, self.leader_entry.value, "the leader")
+        self.leader = self._read(self.leader_entry, decode_leader)
         self.remembered_entry = self._entries.get(keys.remembered_state)
+
+    def _read(self, entry: Entry | None, decode_value: Callable[[bytes], Value]) -> Value | None:
+        """Return the value of an entry; None if it does not exist or cannot be decoded."""
+        try:
+            return None if entry is None else decode_value(entry.value)
+        except RendezvousConfigError as error:
+            self.errors[require_not_none(entry, "the entry").key] = error
+            return None
 
     @property
     def remembered_state(self) -> MembershipState | None:
-        entry = self.remembered_entry
-        return None if entry is None else decode_state(entry.value)
-
-    @property
-    def membership_id(self) -> str:
-        return "" if self.state is None else self.state.membership_id
-
-    @property
-    def phase(self) -> JobPhase | None:
-        return None if self.state is None else self.state.phase
+        return self._read(self.remembered_entry, decode_state)
 
     @property
     def master_endpoint(self) -> str | None:
         """The endpoint of torch's store, or None until rank 0 serves that store."""
-        entry = self._entries.get(self._keys.master_endpoint(self.membership_id))
-        return None if entry is None else entry.value.decode()
+        return self._read(self.master_entry, decode_endpoint)
+
+    @property
+    def master_entry(self) -> Entry | None:
+        """The entry of `master_endpoint`."""
+        return self._entries.get(self._keys.master_endpoint(self.membership_id))
+
+    def shard_entry(self, number: int) -> Entry | None:
+        """The entry of a shard of the members of the current generation."""
+        return self._entries.get(self._keys.shard(self.membership_id, number))
 
     def membership(self, known: Membership | None) -> tuple[Membership | None, bool]:
         """Return the state with its members.
@@ -117,35 +156,28 @@ class JobListing:
             return None, False
         if not state.membership_id:
             return with_members(state, ()), True
-        shards = [
-            entry
-            for number in range(num_shards(state.num_nodes))
-            if (entry := self._entries.get(self._keys.shard(state.membership_id, number)))
-        ]
-        if len(shards) < num_shards(state.num_nodes):
+        entries = [self.shard_entry(number) for number in range(num_shards(state.num_nodes))]
+        if None in entries:
             return with_members(state, ()), False
         if known is not None and known.membership_id == state.membership_id:
             return with_members(state, known.members), True
-        rows = [row for entry in shards for row in decode_shard(entry.value)]
+        shards = [self._read(entry, decode_shard) for entry in entries]
+        rows = [row for shard in shards if shard is not None for row in shard]
         rows.sort(key=lambda row: row[1].group_rank)
+        ranks = [row[1].group_rank for row in rows]
+        # A generation that was restored after a loss of the store has ended, and has only those
+        # members that were still there.
+        all_ranks = range(state.num_nodes)
+        is_restored = state.phase is JobPhase.FORMING and len(ranks) == len({*ranks} & {*all_ranks})
+        if None in shards or (ranks != [*all_ranks] and not is_restored):
+            return with_members(state, ()), False
         return with_members(state, (node for node, _ in rows)), True
 
     def live_nodes(self) -> tuple[NodeRecord, ...]:
         """Return the nodes whose lease is valid, most recently written record last."""
-        return self.node_records()[0]
-
-    def node_records(self) -> tuple[tuple[NodeRecord, ...], dict[str, str]]:
-        """Return the live nodes, and the error of each record that cannot be decoded, by key.
-
-        An invalid record, such as one of another version, must not end the job of other nodes.
-        """
-        nodes, errors = [], {}
-        for entry in sorted(self._under(self._keys.node()), key=lambda entry: entry.version):
-            try:
-                nodes.append(decode_node(entry.value))
-            except RendezvousConfigError as error:
-                errors[entry.key] = str(error)
-        return tuple(nodes), errors
+        entries = sorted(self._under(self._keys.node()), key=lambda entry: entry.version)
+        nodes = ((entry.key, self._read(entry, decode_node)) for entry in entries)
+        return tuple(n for key, n in nodes if n is not None and key == self._keys.node(n.id))
 
     def finished_ids(self) -> frozenset[str]:
         """Return the members of the current generation that have finished."""
@@ -154,6 +186,12 @@ class JobListing:
     def left_ids(self) -> frozenset[str]:
         """Return the members of the current generation that have left on purpose."""
         return self._ids(self._keys.left)
+
+    def details(self) -> dict[str, FailureDetails]:
+        """Return the details of failures of the current generation, by node id."""
+        entries = self._under(self._keys.detail(self.membership_id)) if self.membership_id else ()
+        found = (self._read(entry, decode_details) for entry in entries)
+        return {one.node: one.details.bounded() for one in found if one is not None}
 
     def _ids(self, key: Callable[[str], str]) -> frozenset[str]:
         if not self.membership_id:
@@ -168,7 +206,7 @@ class JobListing:
     def stale_keys(self, membership_id: str) -> tuple[str, ...]:
         """Return the keys of all generations except this one, and that of the remembered state."""
         keys = self._keys
-        kinds = (keys.finished, keys.left, keys.exchange_prefix, keys.shard)
+        kinds = (keys.finished, keys.left, keys.detail, keys.exchange_prefix, keys.shard)
         current = tuple(kind(membership_id) for kind in kinds)
         stale = [
             entry.key
@@ -193,15 +231,50 @@ def encode_state(state: MembershipState) -> bytes:
 
 @lru_cache(maxsize=16)
 def decode_state(data: bytes) -> MembershipState:
-    """Decode a state. Raises RendezvousConfigError if it is invalid or of another format."""
+    """Decode a state.
+
+    Raises:
+        OtherFormatError: It is of another format.
+        RendezvousConfigError: It is invalid.
+    """
     raw = parse(data, "the membership")
-    found = raw.pop("format", None) if isinstance(raw, dict) else None
+    if not isinstance(raw, dict) or not isinstance(raw.get("format"), int):
+        raise RendezvousConfigError(f"the membership in the store has no format: {data[:80]!r}")
+    found = raw.pop("format")
     if found != FORMAT:
-        raise RendezvousConfigError(
+        raise OtherFormatError(
             f"the job's membership has format {found!r:.80}, this elasticlib reads only format "
             f"{FORMAT}: {FORMAT_REMEDY}"
         )
     return from_json(MembershipState, raw, "the membership")
+
+
+@attrs.frozen
+class DetailsRecord:
+    """The details of a failed worker, with the id of its node."""
+
+    node: str
+    details: FailureDetails
+
+
+def decode_details(data: bytes) -> DetailsRecord:
+    """Decode what a node knows of its failed worker. Raises RendezvousConfigError if invalid."""
+    return decode(DetailsRecord, data, "the details of a failure")
+
+
+def decode_leader(data: bytes) -> Leader:
+    """Decode the leader. Raises RendezvousConfigError if it is invalid."""
+    return decode(Leader, data, "the leader")
+
+
+def decode_endpoint(data: bytes) -> str:
+    """Decode the endpoint of torch's store. Raises RendezvousConfigError if it is invalid."""
+    try:
+        endpoint = data.decode()
+        split_endpoint(endpoint)
+    except (UnicodeDecodeError, ConfigError) as error:
+        raise RendezvousConfigError(f"the endpoint of torch's store is invalid: {error}") from error
+    return endpoint
 
 
 @lru_cache(maxsize=4096)  # the leader decodes all records at each poll, and few have changed

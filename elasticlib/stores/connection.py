@@ -13,12 +13,13 @@ import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import attrs
 
 from ..clock import monotonic
-from ..threads import ForkAware, daemon_thread
+from ..threads import ForkAware, daemon_thread, only_logged
 
 AddressInfo = tuple[Any, Any, int, str, tuple[Any, ...]]
 MAX_ANSWER_AGE_S = 30.0  # an answer for a caller that has given up is used for so long
@@ -166,7 +167,8 @@ class NameLookup(ForkAware):
             if lookup is None or monotonic() - lookup.answered_at > MAX_ANSWER_AGE_S:
                 lookup = _Lookup()
                 try:
-                    daemon_thread(lambda: lookup.run(*name), "name-lookup").start()
+                    run = partial(lookup.run, *name)
+                    daemon_thread(run, "name-lookup", only_logged).start()
                 except RuntimeError as error:
                     raise OSError(f"cannot start a thread to resolve {name[0]}: {error}") from error
                 self._lookups[name] = lookup

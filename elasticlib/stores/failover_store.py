@@ -27,7 +27,7 @@ from ..errors import (
     StoreTimeoutError,
 )
 from ..event_loop import EventLoop
-from ..threads import ForkAware, daemon_thread
+from ..threads import ForkAware, daemon_thread, only_logged
 from .interface import CancelWatch, CompareSetResult, Entry, Listing, Store, WatchResult
 from .tcp_client import TcpStore
 from .tcp_server import TcpStoreServer
@@ -371,7 +371,7 @@ class FailoverStore(Store, ForkAware):
                     future.set_result(store if is_accepted else None)
 
         try:
-            daemon_thread(probe, "store-elsewhere").start()
+            daemon_thread(probe, "store-elsewhere", only_logged).start()
         except RuntimeError as error:
             self._probed.discard(number)
             raise StoreConnectionError(f"no thread to try other endpoints: {error}") from error

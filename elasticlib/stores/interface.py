@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 POLL_INTERVAL_S = 0.02  # of the default `wait`
 
-CancelWatch = Callable[[], None]  # what `Store.watch` returns
+CancelWatch = Callable[[], None]  #: what `Store.watch` returns
 
 
 class Store(abc.ABC):

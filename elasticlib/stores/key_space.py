@@ -15,7 +15,7 @@ import attrs
 
 from ..errors import ConfigError, LeaseLostError, StoreRejectedError
 
-ABSENT = 0  # `expected` version of a key that does not exist
+ABSENT = 0  #: `expected` version of a key that does not exist
 
 MAX_KEY_BYTES = 1024
 MIB = 1024 * 1024
@@ -53,6 +53,11 @@ class Listing:
 
     entries: tuple[Entry, ...]
     version: int
+
+    @property
+    def size(self) -> int:
+        """Number of bytes of the keys and the values."""
+        return sum(entry.size for entry in self.entries)
 
 
 WatchResult = Listing | bool
@@ -384,8 +389,7 @@ class KeySpace(ChangeLog):
     def _short_listing(self, prefix: str) -> WatchResult:
         """Return the listing if it is short enough for a notification, else True."""
         listing = self.list(prefix)
-        size = sum(entry.size for entry in listing.entries)
-        return listing if size <= MAX_NOTIFICATION_BYTES else True
+        return listing if listing.size <= MAX_NOTIFICATION_BYTES else True
 
     def _remove_watch(self, owner: int, number: int) -> Watch | None:
         own = self._watched.get(owner, {})

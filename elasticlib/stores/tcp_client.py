@@ -81,7 +81,7 @@ class TcpStore(Store, ForkAware):
 
     event_loop: EventLoop
     _connection: _TcpConnection | None = None
-    _finalizer: weakref.finalize[..., Any] | None = None  # ends the last connection
+    _finalizer: weakref.finalize[..., Any] | None = None  #: ends the last connection
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class TcpStore(Store, ForkAware):
 
     @property
     def address(self) -> str:
-        """The given address as `host:port`, with IPv6 in brackets."""
+        """The host and the port that were given, as one text with IPv6 in brackets."""
         return join_endpoint(self._host, self._port)
 
     def connect(self, timeout: float | None = None) -> None:

@@ -447,7 +447,7 @@ class ServerProtocol(FrameReader):
 
     def _send_listing(self, number: int, prefix: str, space: KeySpace) -> None:
         listing = space.list(prefix)
-        size = sum(entry.size for entry in listing.entries)
+        size = listing.size
         # The sum is checked first, because a listing of the whole store would need much memory.
         if size <= self._max_frame_bytes:
             encoded = EncodedListing.of(listing)

@@ -178,7 +178,7 @@ class TcpStoreServer:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
         self._set_accepting(True)
-        self._thread = daemon_thread(self._serve, "tcp-store-server")
+        self._thread = daemon_thread(self._serve, "tcp-store-server", self._fail)
         self._thread.start()
         if self._secret is None and not ipaddress.ip_address(self.host).is_loopback:
             log.warning(
@@ -219,7 +219,7 @@ class TcpStoreServer:
 
     @property
     def address(self) -> str:
-        """The address as `host:port`, with IPv6 in brackets."""
+        """The host and the port as one text, with IPv6 in brackets."""
         return join_endpoint(self.host, self.port)
 
     @property
@@ -277,12 +277,12 @@ class TcpStoreServer:
             while not self._is_closing.is_set():
                 self._run_once()
         except Exception as error:
-            self._failure = (
+            reason = (
                 f"the store's server at {self.address} failed, and its clients are disconnected: "
                 f"{format_error(error)}"
             )
-            log.exception("%s", self._failure)
-            self._on_failure(self._failure)
+            log.exception("%s", reason)
+            self._fail(reason)
         finally:
             for client in list(self._clients.values()):
                 self._disconnect(client)
@@ -291,6 +291,10 @@ class TcpStoreServer:
             self._selector.close()
             for sock in (*self._listeners, self._wake_reader, self._wake_writer):
                 sock.close()
+
+    def _fail(self, reason: str) -> None:
+        self._failure = reason
+        self._on_failure(reason)
 
     def _run_once(self) -> None:
         self._handle_events(self._select_timeout(monotonic()))

@@ -7,19 +7,22 @@ agent with workers of its own. It checks the results, and that no process is lef
 from __future__ import annotations
 
 import contextlib
+import itertools
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
+import attrs
 import pytest
 
+from ..agent.messages import Effect, StartWorkers, WorkerExited
 from ..agent.options import AgentOptions
 from ..defaults import DEFAULT_DRAIN_EXIT_CODE
-from ..errors import WorkerStartError
+from ..rendezvous.interface import Report, ReportKind
 from ..workers.exits import WorkerExit
-from ..workers.spec import WorkerGroup, WorkerState
-from .agent_job import WORKERS_PER_NODE, AgentJob, MakeAgent
+from ..workers.spec import WorkerState
+from .agent_job import WORKERS_PER_NODE, AgentJob, Execute, MakeAgent
 from .waiting import wait_until
 from .worker_behavior import FAIL_EXIT_CODE, WorkerBehavior
 from .worker_harness import Scenario, WorkerHarness, expected_variables
@@ -135,20 +138,26 @@ class AgentContract(AgentSuite):
     def test_start_that_fails_halfway_uses_a_restart_and_leaves_no_process(
         self, job: AgentJob
     ) -> None:
-        node = job.node(Scenario.of(RUN, RUN, later=(RUN, RUN)), max_restarts=1)
-        start = node.agent.start
+        # A shell may miss a signal that arrives just before it waits.
+        scenario = Scenario.of(RUN, RUN, later=(RUN, RUN))
+        node = job.node(scenario, max_restarts=1, shutdown_timeout=self.exit_timeout_s)
+        generations = itertools.count(1)
 
-        def start_and_fail(group: WorkerGroup, on_exit: Callable[[int], None]) -> None:
-            start(group, on_exit)
-            job.harness.wait_until_started(group.generation, WORKERS_PER_NODE)
-            raise WorkerStartError("no memory for another worker")
+        def start_one_only(execute: Execute, effect: Effect) -> None:
+            if not isinstance(effect, StartWorkers):
+                return execute(effect)
+            execute(attrs.evolve(effect, members=effect.members[:1]))
+            job.harness.wait_until_started(next(generations), 1)
+            missing = WorkerExit(1, 1, 0, 1, reason="no memory for another worker")
+            return node.agent.post(WorkerExited(effect.start, missing))
 
-        node.agent.start = start_and_fail  # type: ignore[method-assign]
+        node.intercept(start_one_only)
         result = node.run()
         assert (result.state, result.generation) == (WorkerState.FAILED, 2)
-        assert "no memory for another worker" in result.reason
+        assert "could not be started: no memory for another worker" in result.reason
         assert result.root_cause is not None
-        assert result.root_cause.summary == "no memory for another worker"
+        assert result.root_cause.rank == 1
+        assert "no memory for another worker" in result.root_cause.summary
 
     # Stopping
 
@@ -236,37 +245,42 @@ class AgentContract(AgentSuite):
 
     def test_repeated_or_late_exit_callback_is_ignored(self, job: AgentJob) -> None:
         node = job.node(Scenario.of(RUN, FAIL), max_restarts=1)
-        start, callbacks = node.agent.start, []
+        starts: list[int] = []
 
-        def start_and_repeat_callbacks(group: WorkerGroup, on_exit: Callable[[int], None]) -> None:
-            def call_twice(local_rank: int) -> None:
-                on_exit(local_rank)
-                threading.Thread(target=on_exit, args=(local_rank,)).start()
+        def repeat_exits(execute: Execute, effect: Effect) -> None:
+            execute(effect)
+            if isinstance(effect, StartWorkers):
+                for start in starts:
+                    post_exits(start, 0, 1)
+                starts.append(effect.start)
+            elif isinstance(effect, Report) and effect.kind is ReportKind.FAILURE:
+                post_exits(starts[-1], 1)
 
-            start(group, call_twice)
-            callbacks.append(on_exit)
-            for late_callback in callbacks[:-1]:
-                for local_rank in range(WORKERS_PER_NODE):
-                    late_callback(local_rank)
+        def post_exits(start: int, *local_ranks: int) -> None:
+            for local in local_ranks:
+                exit_ = WorkerExit(local, local, 1, FAIL_EXIT_CODE)
+                node.agent.post(WorkerExited(start, exit_))
 
-        node.agent.start = start_and_repeat_callbacks  # type: ignore[method-assign]
+        node.intercept(repeat_exits)
         result = node.run()
         assert (result.state, result.generation) == (WorkerState.SUCCEEDED, 2), result.reason
         assert sorted(result.return_values) == [0, 1]
-        callbacks[-1](0)
+        post_exits(starts[-1], 0, 1)
 
-    def test_exception_of_workers_ends_the_run_with_its_message(self, job: AgentJob) -> None:
-        node = job.node(Scenario.of(RUN, FAIL), max_restarts=1)
+    def test_exception_of_an_effect_ends_the_run_with_its_message(self, job: AgentJob) -> None:
+        node = job.node(Scenario.of(RUN, RUN), shutdown_timeout=self.exit_timeout_s)
 
-        def fail_to_reap(local_rank: int) -> WorkerExit:
-            # The other worker is running, and must not be left running.
-            job.harness.wait_until_started(1, WORKERS_PER_NODE)
-            raise RuntimeError(f"cannot reap worker {local_rank}")
+        def start_and_fail(execute: Execute, effect: Effect) -> None:
+            execute(effect)
+            if isinstance(effect, StartWorkers):
+                # The workers are running, and must not be left running.
+                job.harness.wait_until_started(1, WORKERS_PER_NODE)
+                raise RuntimeError("cannot watch the workers")
 
-        node.agent.reap = fail_to_reap  # type: ignore[method-assign]
+        node.intercept(start_and_fail)
         result = node.run()
         assert result.state is WorkerState.FAILED
-        assert result.reason == "RuntimeError: cannot reap worker 1"
+        assert result.reason == "RuntimeError: cannot watch the workers"
 
 
 class RegroupContract(AgentSuite):
@@ -310,10 +324,11 @@ class RegroupContract(AgentSuite):
         other.start()
         job.harness.wait_until_regrouped(1, 2 * WORKERS_PER_NODE)
         other.handler.shutdown()
-        standby_ranks = node.agent.workers.standby_ranks
         wait_until(
-            "standby workers for the other node",
-            lambda: sum(standby_ranks().values()) == WORKERS_PER_NODE,
+            "workers that have left their group, and are ready for another one",
+            lambda: (
+                sum(worker.is_ready for worker in node.agent.view().values()) == WORKERS_PER_NODE
+            ),
             self.timeout_s,
         )
         node.handler.set_closed()

@@ -10,14 +10,15 @@ import itertools
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import attrs
 
 from ..agent.elastic_agent import ElasticAgent
 from ..agent.interface import RunResult
-from ..agent.options import AgentOptions
-from ..agent.stop_procedure import StopTimeouts
+from ..agent.messages import Effect
+from ..agent.options import AgentOptions, StopTimeouts
 from ..rendezvous.handler import DynamicRendezvousHandler
 from ..rendezvous.interface import RendezvousHandler
 from ..rendezvous.membership import Node, RendezvousSettings, RendezvousTimeouts
@@ -37,10 +38,11 @@ class AgentRequest:
 
     spec: WorkerSpec
     handler: RendezvousHandler
-    settings: dict[str, Any]  # keyword arguments of ElasticAgent
+    settings: dict[str, Any]  #: keyword arguments of ElasticAgent
 
 
 MakeAgent = Callable[[AgentRequest], ElasticAgent]
+Execute = Callable[[Effect], None]
 
 
 class AgentNode:
@@ -53,6 +55,15 @@ class AgentNode:
         self._is_released = threading.Event()
         self._result: Future[RunResult] = Future()
         self._thread: threading.Thread | None = None
+
+    def intercept(self, around: Callable[[Execute, Effect], None]) -> None:
+        """Call `around` instead of the agent's `execute`, as a subclass would override it.
+
+        Args:
+            around: Receives the agent's own method, and each effect.
+        """
+        execute = partial(around, self.agent.execute)
+        self.agent.execute = execute  # type: ignore[method-assign]
 
     def start(self) -> None:
         """Run the agent in a thread."""

@@ -17,7 +17,14 @@ import attrs
 
 from ..clock import monotonic
 from ..errors import RendezvousClosedError
-from ..rendezvous.interface import Change, RendezvousHandler, RendezvousInfo
+from ..rendezvous.blame import Evidence, FailureKind
+from ..rendezvous.interface import (
+    Change,
+    RendezvousHandler,
+    RendezvousInfo,
+    Report,
+    ReportKind,
+)
 from .waiting import wait_until
 
 POLL_INTERVAL_S = 0.01  # between two calls of a handler method that does not block
@@ -30,12 +37,12 @@ class HandlerRequest:
     """The arguments of the handler that a test needs."""
 
     run_id: str
-    name: str  # unique among the nodes of a job that are alive at the same time: "a", "b", ...
+    name: str  #: unique among the nodes of a job that are alive at the same time: "a", "b", ...
     min_nodes: int
     max_nodes: int
     slots: int = 1
     max_restarts: int = 3
-    join_timeout: float = 20.0  # seconds after which next_rendezvous raises RendezvousTimeoutError
+    join_timeout: float = 20.0  #: seconds after which next_rendezvous raises RendezvousTimeoutError
 
 
 MakeHandler = Callable[[HandlerRequest], RendezvousHandler]
@@ -53,6 +60,13 @@ def run_in_thread(function: Callable[[], Result]) -> Future[Result]:
 
     threading.Thread(target=run, name="contract", daemon=True).start()
     return future
+
+
+def report_failure(
+    handler: RendezvousHandler, reason: str, kind: FailureKind = FailureKind.RAISED
+) -> bool:
+    """Report that workers of this node failed. Return whether the handler supports that."""
+    return handler.report(Report(ReportKind.FAILURE, evidence=Evidence(kind, reason)))
 
 
 class FakeBootstrapStore:
@@ -155,6 +169,7 @@ class Cluster:
         self, nodes: Sequence[HandlerNode], infos: Sequence[RendezvousInfo]
     ) -> None:
         """Check that exactly these nodes form one generation, and that its master listens."""
+        assert len(nodes) == len(infos)
         assert sorted(info.rank for info in infos) == list(range(len(infos)))
         assert {info.world_size for info in infos} == {len(infos)}
         assert len({info.generation for info in infos}) == 1
@@ -162,7 +177,7 @@ class Cluster:
         masters = {info.bootstrap_store_info for info in infos}
         assert len(masters) == 1, f"one generation has several masters: {masters}"
         (master,) = masters
-        if all(node.handler.use_agent_store for node in nodes):
+        if all(info.use_agent_store for info in infos):
             address = (master.master_addr, master.master_port)
             socket.create_connection(address, self.timeout_s).close()
 

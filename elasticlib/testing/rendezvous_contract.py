@@ -17,8 +17,8 @@ from hypothesis.stateful import run_state_machine_as_test
 from ..clock import monotonic
 from ..errors import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 from ..rendezvous.blame import FailureKind
-from ..rendezvous.interface import ChangeKind
-from .rendezvous_cluster import Cluster, HandlerNode, raises_closed
+from ..rendezvous.interface import ChangeKind, Report, ReportKind
+from .rendezvous_cluster import Cluster, HandlerNode, raises_closed, report_failure
 from .rendezvous_cluster import HandlerRequest as HandlerRequest
 from .rendezvous_cluster import MakeHandler as MakeHandler
 from .rendezvous_machine import RendezvousMachine
@@ -30,10 +30,10 @@ _RUN_IDS = (f"run-{number}" for number in itertools.count())
 class RendezvousContract:
     """The promises of `RendezvousHandler`. The name of a test states the promise."""
 
-    timeout_s = 20.0  # seconds after which an expected event counts as missing
-    observation_s = 0.3  # seconds for which the tests observe that something does not happen
-    max_examples = 10  # random histories
-    steps_per_example = 8  # actions of each of them
+    timeout_s = 20.0  #: seconds after which an expected event counts as missing
+    observation_s = 0.3  #: seconds for which the tests observe that something does not happen
+    max_examples = 10  #: random histories
+    steps_per_example = 8  #: actions of each of them
 
     @pytest.fixture
     def make_handler(self) -> MakeHandler:
@@ -165,7 +165,7 @@ class RendezvousContract:
     def test_a_handler_that_never_joined_can_be_shut_down(self, cluster: Cluster) -> None:
         assert cluster.node("a", 1, 1).shutdown() is True
 
-    # Failures and success, if the handler implements report_failure and report_success
+    # Failures and success, if the handler supports reports of them
 
     def test_a_reported_failure_leads_to_a_new_generation(self, cluster: Cluster) -> None:
         first, second = cluster.node("a", 2, 2), cluster.node("b", 2, 2)
@@ -191,12 +191,12 @@ class RendezvousContract:
     def test_the_job_succeeds_after_all_nodes_report_success(self, cluster: Cluster) -> None:
         first, second = cluster.node("a", 2, 2), cluster.node("b", 2, 2)
         cluster.join(first, second)
-        if not first.handler.report_success():
+        if not first.handler.report(Report(ReportKind.SUCCESS)):
             pytest.skip(
-                "no report_success: a node that succeeds leaves without waiting for the others"
+                "success cannot be reported: a node that succeeds leaves without the others"
             )
         assert second.sees_no_change(self.observation_s)
-        assert second.handler.report_success() is True
+        assert second.handler.report(Report(ReportKind.SUCCESS)) is True
         for node in (first, second):
             assert node.wait_for_change().kind is ChangeKind.SUCCEEDED
         with pytest.raises(RendezvousClosedError):
@@ -237,5 +237,5 @@ class RendezvousContract:
 
     def _report_failure(self, node: HandlerNode) -> None:
         """Report a failure of the workers. Skip the test if the handler does not support this."""
-        if not node.handler.report_failure("failure reported by the test", kind=FailureKind.KILLED):
-            pytest.skip("no report_failure: the agents count failures themselves")
+        if not report_failure(node.handler, "failure reported by the test", FailureKind.KILLED):
+            pytest.skip("failures cannot be reported: the agents count failures themselves")

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from ..errors import RendezvousClosedError
 from ..rendezvous.blame import FailureKind
 from ..rendezvous.interface import RendezvousInfo
-from .rendezvous_cluster import POLL_INTERVAL_S, Cluster, HandlerNode, run_in_thread
+from .rendezvous_cluster import POLL_INTERVAL_S, Cluster, HandlerNode, report_failure, run_in_thread
 from .waiting import wait_until
 
 MIN_NODES, MAX_NODES = 2, 3  # of a generation
@@ -135,9 +135,7 @@ class RendezvousMachine(RuleBasedStateMachine):
         failed = candidates[index % len(candidates)]
         failed.num_failures += 1
         # Consecutive quick failures delay a restart, unless the workers were killed.
-        if failed.node.handler.report_failure(
-            "failure reported by the test", kind=FailureKind.KILLED
-        ):
+        if report_failure(failed.node.handler, "failure reported by the test", FailureKind.KILLED):
             self._wait_until_settled(after=generation)
 
     @precondition(lambda self: self._agents)

@@ -40,11 +40,11 @@ class StoreContract:
     The tests check the classes of errors, and not their messages.
     """
 
-    lease_ttl_s = 0.5  # seconds; long enough that a busy machine refreshes in time
-    timeout_s = 20.0  # seconds after which an expected event counts as missing
-    num_processes = 3  # processes that write at the same time
-    num_increments = 15  # writes of each of them
-    max_examples = 25  # random histories
+    lease_ttl_s = 0.5  #: seconds; long enough that a busy machine refreshes in time
+    timeout_s = 20.0  #: seconds after which an expected event counts as missing
+    num_processes = 3  #: processes that write at the same time
+    num_increments = 15  #: writes of each of them
+    max_examples = 25  #: random histories
 
     @pytest.fixture
     def make_store(self) -> Connect:

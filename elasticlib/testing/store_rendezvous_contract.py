@@ -26,8 +26,8 @@ class StoreRendezvousContract(RendezvousContract):
     bootstrap store), rank 0 opens a socket that only listens.
     """
 
-    lease_ttl_s = 2.0  # a node whose lease is older is considered lost
-    keep_alive_interval_s = 0.2  # seconds between two refreshes of a lease
+    lease_ttl_s = 2.0  #: a node whose lease is older is considered lost
+    keep_alive_interval_s = 0.2  #: seconds between two refreshes of a lease
 
     @pytest.fixture
     def make_store(self) -> Callable[[], Store]:

@@ -1,7 +1,7 @@
 """Sessions: find and kill the processes that a worker has started.
 
 Each worker leads a session of its own. A process that the worker starts belongs to that session,
-unless the process calls setsid. No process outside the session is ever signalled. The supervisor
+unless the process calls setsid. No process outside the session is ever signalled. The guardian
 process imports this module, so it uses only the standard library.
 """
 
@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 from collections.abc import Collection, Mapping
 
-from ..clock import monotonic
+from ..clock import monotonic, sleep
 
 KILL_TIMEOUT_S = 2.0  # limit for the end of all processes of the sessions that are killed
 MAX_ROUNDS = 5
-POLL_INTERVAL_S = 0.1  # for processes that can only be polled, because there is no pidfd
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.0005, 0.02  # between looks at a process that was killed
 # Positions in /proc/PID/stat, counted from the first field after the command.
 _SESSION, _NUM_THREADS, _START_TICKS = 3, 17, 19
 
@@ -115,56 +114,23 @@ def signal_worker(pid: int, number: int) -> None:
 
 def signal_member(session: int, pid: int, number: int) -> bool:
     """Send a signal to a process if it belongs to the session; return whether it was sent."""
-    with contextlib.ExitStack() as stack:
-        try:
-            handle = open_pidfd(pid)
-            if handle is not None:
-                stack.callback(os.close, handle)
-            # Check again now that the pidfd is open: the pid may have been reused.
-            if _session_of(pid) != session:
-                return False
-            if handle is None:
-                os.kill(pid, number)
-            else:
-                signal.pidfd_send_signal(handle, number)
-        except (OSError, OverflowError):
-            return False
-    return True
-
-
-def open_pidfd(pid: int) -> int | None:
-    """Return a pidfd, or None if the kernel or a limit of this process forbids it.
-
-    Raises:
-        ProcessLookupError: there is no such process.
-    """
+    if _session_of(pid) != session:
+        return False
     try:
-        return os.pidfd_open(pid)
-    except ProcessLookupError:
-        raise
+        os.kill(pid, number)
     except OSError:
-        return None
+        return False
+    return True
 
 
 def wait_for_exit(pid: int, seconds: float) -> bool:
     """Wait for the end of a process; return whether it exited in time. It is not reaped here."""
-    try:
-        handle = open_pidfd(pid)
-    except ProcessLookupError:
-        return True
-    if handle is not None:
-        try:
-            look = select.poll()
-            look.register(handle, select.POLLIN)
-            return bool(look.poll(seconds * 1000))
-        finally:
-            os.close(handle)
+    deadline, pause = monotonic() + seconds, FIRST_PAUSE_S
     while not has_exited(pid):
-        if seconds <= 0:
+        if monotonic() >= deadline:
             return False
-        pause = min(POLL_INTERVAL_S, seconds)
-        select.select((), (), (), pause)
-        seconds -= pause
+        sleep(pause)
+        pause = min(2 * pause, MAX_PAUSE_S)
     return True
 
 

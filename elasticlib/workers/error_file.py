@@ -1,20 +1,19 @@
 """Error file of a worker: how a worker records its failure, and how its agent reads it.
 
-The record is torch's error.json. It needs no decorator in the user's script: hooks for uncaught
-exceptions write it, and then call the hooks that were installed before. The hooks change no
-output, and a record that torch's `record` has written stays. A second small file holds the time
-and the exit code of the failure as soon as they are known, because a process may take long to exit
-after it failed: its peers may notice the failure and exit first. Every worker imports this module.
+The record is torch's error.json. It needs no decorator in the user's script: `run_program` records
+the exception that ends the program, and a hook records those that end other threads. The hook
+changes no output, and a record that torch's `record` has written stays. The time and the exit code
+of the failure are reported to the agent at once, in the page that the worker shares with it,
+because a process may take long to exit after it failed: its peers may notice the failure and exit
+first. Every worker imports this module.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import faulthandler
 import json
 import os
-import sys
 import threading
 import traceback
 from collections.abc import Mapping
@@ -25,13 +24,13 @@ from typing import Any
 import attrs
 
 from ..clock import wall
+from ..errors import ConfigError
 from ..sanitize import shorten
 from ..untrusted import open_regular_file, read_object
+from .worker_channel import CHANNEL_ENV, WorkerChannel
 
-EXIT_FILE_SUFFIX = ".exit"  # of the file with the exit code, 0 for an exception, and the time
 EMPTY_ERROR_RECORD = {"message": "<NONE>"}  # torch's record of a worker without an error.json
 MAX_ERROR_FILE_BYTES = 1 << 20  # the user's code may write any file under this name
-MAX_EXIT_FILE_BYTES = 64
 MAX_TEXT_CHARS = 1 << 16  # of a message or traceback
 _PACKAGE = os.path.dirname(os.path.abspath(__file__))
 _INTERNAL_PATHS = (_PACKAGE + os.sep, os.path.join(os.path.dirname(_PACKAGE), "compat", ""))
@@ -40,29 +39,12 @@ _INTERNAL_PATHS = (_PACKAGE + os.sep, os.path.join(os.path.dirname(_PACKAGE), "c
 # -- the worker's end ------------------------------------------------------------------------------
 
 
-def install_exception_hooks(error_file: str) -> None:
-    """Install hooks that record the failures of this process, and enable faulthandler.
-
-    Args:
-        error_file: The path of the record; empty to write none.
-    """
+def enable_faulthandler() -> None:
+    """Let this process write its Python stack when it crashes."""
     with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):
         # There may be no stderr. A faulthandler that the user has enabled stays.
         if not faulthandler.is_enabled():
             faulthandler.enable()
-    if error_file:
-        ErrorFileWriter(error_file).install()
-
-
-def record_exception(error: BaseException) -> None:
-    """Record an exception that ends this process, if the hooks are installed.
-
-    The function that runs the user's program calls this, because the hooks see neither an exit nor
-    an exception that the excepthook of the script suppresses.
-    """
-    writer = ErrorFileWriter.installed
-    if writer is not None:
-        writer.record_main_thread(error)
 
 
 def write_error_file(error_file: str, error: BaseException, trace: str, thread: str = "") -> bytes:
@@ -105,56 +87,59 @@ def format_exception(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, trace))
 
 
-class ErrorFileWriter:
-    """Writes the error.json of this process, but not of processes that it forks."""
+class FailureRecorder:
+    """Records the failures of this process, but not those of processes that it forks.
 
-    installed: ErrorFileWriter | None = None  # of this process
+    Args:
+        error_file: The path of the error.json; empty to write none.
+    """
 
     def __init__(self, error_file: str) -> None:
         self._file = error_file
+        self._channel_path = os.environ.get(CHANNEL_ENV, "")  # empty without an agent
         self._pid = os.getpid()
         self._written = b""  # the last record of this writer
         self._recorded: BaseException | None = None  # the exception that ends the process
-        self._failed_at = 0.0  # wall-clock time of the first failure; 0 before
         self._thread_traces = ""  # tracebacks of failed threads
-        self._excepthook = sys.excepthook  # the hooks that were installed before
-        self._thread_hook = threading.excepthook
+        self._thread_hook = threading.excepthook  # the hook that was installed before
 
     def install(self) -> None:
-        ErrorFileWriter.installed = self
-        self._excepthook, sys.excepthook = sys.excepthook, self._on_exception
-        self._thread_hook, threading.excepthook = threading.excepthook, self._on_thread_exception
-        atexit.register(self._on_exit)
+        """Record the exceptions of threads from now on."""
+        if self._file:
+            self._thread_hook = threading.excepthook
+            threading.excepthook = self._on_thread_exception
 
-    def record_main_thread(self, error: BaseException) -> None:
+    def record(self, error: BaseException) -> None:
         """Record an exception that ends the process; it replaces the exceptions of other threads.
 
-        Only the exit code of a SystemExit with an integer is recorded, unless the code is 0.
+        Of a SystemExit with an integer, only the exit code is recorded, unless the code is 0.
         """
-        if error is self._recorded:
+        if self._recorded is not None:
             return
         if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
             if error.code is not None and error.code & 0xFF:
-                self._write_exit_file(error.code & 0xFF)
+                self.report_program_end(error.code & 0xFF)
             return
-        self._recorded = error
-        self._write_exit_file(0)
+        self._recorded, failed_at = error, wall()
         self._write(error, format_exception(error) + self._thread_traces)
+        # The agent may kill this process from now on.
+        self.report_program_end(1, failed_at)
 
-    def _write_exit_file(self, code: int) -> None:
-        if os.getpid() != self._pid:
+    def report_program_end(self, exit_code: int, at: float | None = None) -> None:
+        """Report to the agent that the program of this process has finished.
+
+        Args:
+            exit_code: The exit code; not 0 if the program has raised.
+            at: The time of the wall clock; None for the present time.
+        """
+        if not self._channel_path or os.getpid() != self._pid:
             return
-        self._failed_at = self._failed_at or wall()
-        with contextlib.suppress(OSError):
-            replace_file(self._file + EXIT_FILE_SUFFIX, f"{code} {self._failed_at:.6f}".encode())
-
-    def _on_exception(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
-        # Python prints the traceback of the exception, not the one that the hook gets.
-        user_trace = strip_internal_frames(trace)
-        self.record_main_thread(error.with_traceback(user_trace))
-        self._excepthook(kind, error, user_trace)
+        # The channel is not kept open, because the program is to have no other files than usual.
+        with (
+            contextlib.suppress(OSError, ConfigError),  # the agent has exited
+            contextlib.closing(WorkerChannel(self._channel_path)) as channel,
+        ):
+            channel.report_program_end(exit_code, wall() if at is None else at)
 
     def _on_thread_exception(self, args: threading.ExceptHookArgs) -> None:
         error, thread = args.exc_value, args.thread
@@ -165,14 +150,8 @@ class ErrorFileWriter:
             self._write(error, self._thread_traces.lstrip(), name)
         self._thread_hook(args)
 
-    def _on_exit(self) -> None:
-        """Record the uncaught exception if the script has replaced our excepthook."""
-        error = getattr(sys, "last_value", None)
-        if isinstance(error, BaseException):
-            self.record_main_thread(error)
-
     def _write(self, error: BaseException, trace: str, thread: str = "") -> None:
-        if os.getpid() != self._pid:
+        if not self._file or os.getpid() != self._pid:
             return
         try:
             with open(self._file, "rb") as file:
@@ -255,12 +234,12 @@ def _extra_info(record: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 @attrs.frozen
 class FailureReport:
-    """The failure of a worker, as the worker has recorded it."""
+    """The failure of a worker, as the worker has reported and recorded it."""
 
-    record: Mapping[str, Any]  # the content of its error.json; empty without one
-    failed_at: float  # wall-clock time of this machine; infinity if it is unknown
-    exit_code: int  # of the exit in progress; 0 for an exception, or if it is unknown
-    has_error_file: bool  # also true for one that cannot be read
+    failed_at: float = float("inf")  # wall-clock time of this machine; infinity if it is unknown
+    exit_code: int = 0  # with which the worker exits or has exited; 0 if it has not reported one
+    record: Mapping[str, Any] = attrs.field(factory=dict)  # its error.json; empty without one
+    has_error_file: bool = False  # also true for one that cannot be read
 
     @property
     def ends_process(self) -> bool:
@@ -268,48 +247,26 @@ class FailureReport:
         extra = _extra_info(self.record)
         return self.exit_code != 0 or (extra is not None and "thread" not in extra)
 
-    @property
-    def message_and_traceback(self) -> tuple[str, str]:
-        """Return message and traceback; empty texts without a record."""
-        return message_and_traceback(self.record)
 
-
-def read_failure_report(error_file: Path) -> FailureReport:
-    """Read the failure that a worker has recorded in its error file and in its exit file."""
-    data = _read(error_file, MAX_ERROR_FILE_BYTES)
-    record = parse_error_record(data)
+def read_error_file(error_file: Path, reported: FailureReport) -> FailureReport:
+    """Return the report of a worker's failure with the record in its error file."""
     try:
-        note = _read(_exit_file(error_file), MAX_EXIT_FILE_BYTES).decode("ascii")
-        code, failed_at = note.split()
-        return FailureReport(record, float(failed_at), int(code), bool(data))
-    except ValueError:
-        return FailureReport(record, _timestamp(record), 0, bool(data))
-
-
-def remove_exit_file(error_file: Path) -> None:
-    """Remove the exit file of a worker that has exited; its error file stays."""
-    with contextlib.suppress(OSError):  # there may be none
-        _exit_file(error_file).unlink()
-
-
-def _exit_file(error_file: Path) -> Path:
-    return error_file.with_name(error_file.name + EXIT_FILE_SUFFIX)
+        with open_regular_file(error_file) as fd:
+            data = os.read(fd, MAX_ERROR_FILE_BYTES)
+    except OSError:
+        data = b""
+    record = parse_error_record(data)
+    # A record has whole seconds only.
+    failed_at = reported.failed_at if reported.exit_code else _timestamp(record)
+    return attrs.evolve(reported, record=record, failed_at=failed_at, has_error_file=bool(data))
 
 
 def _timestamp(record: Mapping[str, Any]) -> float:
     """Return the time in an error.json, or infinity if it has none.
 
-    It is needed for a program that writes torch's record and no exit file.
+    It is needed for a program that writes torch's record and reports no failure.
     """
     try:
         return float(int((_extra_info(record) or {})["timestamp"])) or float("inf")
     except (KeyError, TypeError, ValueError, OverflowError):
         return float("inf")
-
-
-def _read(path: Path, max_bytes: int) -> bytes:
-    try:
-        with open_regular_file(path) as fd:
-            return os.read(fd, max_bytes)
-    except OSError:
-        return b""

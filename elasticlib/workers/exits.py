@@ -14,6 +14,7 @@ import attrs
 
 from ..rendezvous.blame import FailureKind
 from ..sanitize import escape_control_chars, shorten
+from .heartbeat import Heartbeat
 
 # Linux numbers. The module is pure, so it does not import signal.
 SIGNAL_NAMES = {
@@ -33,7 +34,7 @@ _FAILED_COLLECTIVE = re.compile(
 )
 # What a process writes that torch or gloo aborts because it has waited too long, or lost a peer.
 _ABORT_FOR_PEERS = re.compile(rf"{_FAILED_COLLECTIVE.pattern}|watchdog|\bgloo::", re.IGNORECASE)
-_OTHER_THREADS = "\nEarlier, in thread "  # begins the tracebacks of threads that did not end it
+_OTHER_THREADS = "\nEarlier, in thread "  # precedes the tracebacks of threads that failed before
 
 FATAL_PREFIXES = ("Fatal Python error:", "terminate called", "  what():")
 ADVICE_PREFIXES = ("Set the environment variable HYDRA_FULL_ERROR=1",)
@@ -48,25 +49,30 @@ class WorkerExit:
 
     local_rank: int
     rank: int
-    pid: int
-    returncode: int  # negative for a signal, as in subprocess
-    message: str = ""  # error message that the worker wrote
-    traceback: str = ""  # traceback that the worker wrote
-    value: Any = None  # return value of the worker's function
-    value_error: str = ""  # why `value` cannot be read here
-    stderr_tail: str = ""  # last lines of stderr
-    log_dir: str = ""  # directory of the worker's files, empty if it is deleted with the run
-    stop_was_requested: bool = False  # the agent had requested the stop
-    failed_before_stop: bool = False  # it is known that no stop was requested before the failure
-    signal_sent_by_agent: bool = False  # the agent sent this signal; others may have sent it too
-    out_of_memory: bool = False  # the kernel killed a process of the worker's cgroup during the run
-    failed_at: float = 0.0  # wall clock; comparable only with other workers of this machine
-    is_still_exiting: bool = False  # the worker's program has ended, and its process exists
-    code_in_progress: int = 0  # the exit code with which the worker was exiting, if it recorded one
-    preceding_failure: WorkerExit | None = None  # failure of another worker that caused this one
-    ranks_left_before: tuple[int, ...] = ()  # ranks that had exited with success before
-    error_file: str = ""  # path of error.json, empty if it is deleted with the run
-    error_data: Mapping[str, Any] = attrs.field(factory=dict, hash=False)  # content of error.json
+    pid: int  #: 0 if its process could not be started
+    returncode: int  #: negative for a signal, as in subprocess; any but 0 if it did not begin
+    message: str = ""  #: error message that the worker wrote
+    traceback: str = ""  #: traceback that the worker wrote
+    value: Any = None  #: return value of the worker's function
+    value_error: str = ""  #: why `value` cannot be read here
+    stderr_tail: str = ""  #: last lines of stderr
+    #: what the agent knows of the cause: why there is no process, or who killed it
+    reason: str = ""
+    heartbeat: Heartbeat | None = None  #: the last one, if the worker reports its progress
+    log_dir: str = ""  #: directory of the worker's files, empty if it is deleted with the run
+    stop_was_requested: bool = False  #: the agent had requested the stop
+    failed_before_stop: bool = False  #: it is known that no stop was requested before the failure
+    signal_sent_by_agent: bool = False  #: the agent sent this signal; others may have sent it too
+    #: the kernel killed a process of the worker's cgroup during the run
+    out_of_memory: bool = False
+    failed_at: float = 0.0  #: wall clock; comparable only with other workers of this machine
+    is_still_exiting: bool = False  #: the worker's program has finished, and its process exists
+    #: the exit code with which the worker was exiting, if it recorded one
+    code_in_progress: int = 0
+    preceding_failure: WorkerExit | None = None  #: failure of another worker that caused this one
+    ranks_left_before: tuple[int, ...] = ()  #: ranks that had exited with success before
+    error_file: str = ""  #: path of error.json, empty if it is deleted with the run
+    error_data: Mapping[str, Any] = attrs.field(factory=dict, hash=False)  #: content of error.json
 
     @property
     def succeeded(self) -> bool:
@@ -77,7 +83,7 @@ class WorkerExit:
     def has_failed(self) -> bool:
         """True if the worker failed by itself.
 
-        A worker that was asked to stop has failed only if it recorded an error message.
+        A worker whose stop was requested has failed only if it recorded an error message.
         """
         return not self.succeeded and (not self.stop_was_requested or bool(self.message))
 
@@ -95,7 +101,7 @@ class WorkerExit:
 
     @property
     def failure_kind(self) -> FailureKind:
-        """The kind of this failure. Only `failure_kind.names_host` is held against a host.
+        """The kind of this failure. Only a kind whose `names_host` is true counts against a host.
 
         What the worker itself recorded has priority over the way in which its process ended.
         """
@@ -114,19 +120,22 @@ class WorkerExit:
 
     @property
     def _is_of_thread(self) -> bool:
-        """True if the recorded exception has ended only its thread, not the process."""
+        """True if the recorded exception has terminated only its thread, not the process."""
         message = self.error_data.get("message")
         extra = message.get("extraInfo") if isinstance(message, Mapping) else None
         return isinstance(extra, Mapping) and "thread" in extra
 
     @property
     def was_killed(self) -> bool:
-        """True if a signal ended the worker that other processes usually send, such as SIGKILL."""
+        """True if a signal killed the worker that other processes usually send, such as SIGKILL."""
         return self.signal in _EXTERNAL_SIGNALS
 
     @property
     def exit_description(self) -> str:
         """The kind of exit, without the worker's name and the cause."""
+        if not self.pid:
+            stopped = "was stopped before it began"
+            return f"could not be started: {self.reason}" if self.reason else stopped
         if self.is_still_exiting and self.returncode == 0:
             return "has succeeded and is still exiting"
         if self.is_still_exiting:
@@ -143,6 +152,8 @@ class WorkerExit:
             return f"exited with code {self.returncode}{oom if self.out_of_memory else ''}"
         if self.signal == "SIGKILL" and self.out_of_memory and not self.stop_was_requested:
             return "was killed by SIGKILL, likely out of memory"
+        if self.reason:
+            return f"was killed by {self.signal}, because {self.reason}"
         sender = "" if self.signal_sent_by_agent else "not "
         return f"was killed by {self.signal} ({sender}sent by this agent)"
 
@@ -180,8 +191,8 @@ def find_error_line(stderr_tail: str, returncode: int) -> str:
 
 def _find_exception(lines: list[str]) -> str:
     """Return the line with the exception of a traceback at the end of stderr, or an empty text."""
-    begins = [number for number, line in enumerate(lines) if line.startswith(TRACEBACK_HEAD)]
-    after = lines[begins[-1] + 1 :] if begins else []
+    heads = [number for number, line in enumerate(lines) if line.startswith(TRACEBACK_HEAD)]
+    after = lines[heads[-1] + 1 :] if heads else []
     while after and after[0].startswith(" "):
         after = after[1:]
     return after[0].strip() if 0 < len(after) <= MAX_LINES_AFTER_TRACEBACK else ""

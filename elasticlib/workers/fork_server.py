@@ -1,23 +1,35 @@
 """Fork server: forks Python workers from a process that has already imported torch.
 
-The fork server is a child of the supervisor process, and never a fork of the agent, whose threads
-and locks it would inherit. It has one thread and has never opened a GPU; otherwise it reports that,
-and no worker is forked from it. It reaps a worker only when the supervisor requests that, so the
-worker's pid is not reused before its session has been cleaned up. The kernel kills the fork server
-if the supervisor exits, and the workers if their fork server exits.
+The fork server is a child of the agent, and never a fork of it, because a fork would inherit the
+threads and locks of the agent. It has one thread and has never opened a GPU; otherwise it reports
+that, and no worker is forked from it. It reports exits, and reaps a worker only when the agent
+requests that, so the worker's pid is not reused before its session has been cleaned up. The kernel
+kills the fork server if the agent exits, and the workers if their fork server exits.
 
-The first workers do not wait for DEFERRED_IMPORTS. Once the fork server is idle, it forks a second
-fork server, which imports these modules and forks all later workers. The first one still answers
-requests during the imports, and stays the parent of the workers that it has forked. So a deferred
-import that is slow, fails or ends its process affects no worker.
+The first workers do not wait for DEFERRED_IMPORTS. Once the fork server is idle, the agent lets it
+fork a second fork server, which imports these modules and forks all later workers. The first one
+still answers requests during the imports, and stays the parent of the workers that it has forked.
+So a deferred import that is slow, fails or ends its process affects no worker.
+
+The stdin of a fork server is its connection to the agent, a SOCK_SEQPACKET socket. A message is a
+JSON object in one packet. Its kinds:
+
+    fork     to the server: fork a process (number), with descriptors: the job (see
+             `process_setup`), the working directory, stdin, and for a worker stdout and stderr
+    reap     to the server: the number of a process whose pid the agent does not use any more
+    ping     to the server, which sends it back
+    ready    to the agent: the pid of a server that can fork workers, or the problem
+    started  to the agent: the number of a process, and its pid or an error
+    exited   to the agent: the number of a process, and its exit code as Popen has it
 """
 
 from __future__ import annotations
 
+import array
 import contextlib
 import gc
 import importlib
-import io
+import json
 import os
 import select
 import signal
@@ -25,21 +37,19 @@ import socket
 import sys
 import threading
 import traceback
+from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from ..numpy_warning import missing_numpy_ignored
-from .import_timer import open_gpu, start_import_timer
-from .late_variables import record_reads, warn_about_late_changes
-from .supervisor_protocol import (
-    MAX_REASON_CHARS,
-    NUM_DESCRIPTORS,
-    Connection,
-    Message,
-    as_reason,
-    enter_session,
-    set_parent_death_signal,
-)
+from .forked_interpreter import become_like_new_interpreter, record_reads
+from .import_timer import open_gpu
+from .process_setup import EXEC_FAILED, Job, begin
+
+FORK, REAP, PING, READY, STARTED, EXITED = "fork", "reap", "ping", "ready", "started", "exited"
+MAX_DESCRIPTORS = 5
+MAX_MESSAGE_BYTES = 65536
+MAX_REASON_CHARS = 2000
 
 TORCH = ("torch", "torch.distributed.nn", "torch.nn.parallel", "torch.utils.data")
 # Scripts use elasticlib's own modules, a worker that joins a running group needs the second one,
@@ -49,25 +59,88 @@ DEFERRED_IMPORTS = (
     "torch.distributed.tensor",
     "torch._dynamo",
 )
-IDLE_S = 1.0  # The deferred imports begin after this long without a request.
-IDLE_BEFORE_FIRST_REQUEST_S = 10.0  # On a busy machine, the agent may be ready much later.
-# torch sets it when it is imported and whenever it is needed. A script that imports torch later may
-# set it first, so it is not passed on from the fork server.
-TORCH_MANAGED_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR",)
 # Signals whose default action ends or stops a process, except those that report a fault.
 WORKER_SIGNALS = (
     *(signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGTSTP),
     *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGXCPU),
 )
 
+Message = dict[str, Any]
 
-def serve(first: int, second: int, directory: str, preload: Sequence[str]) -> list[str]:
-    """Import modules, then fork a worker for each request. Return only in the workers.
+
+class Connection:
+    """A connection over a socket. `send` and `receive` never block."""
+
+    def __init__(self, link: socket.socket) -> None:
+        link.setblocking(False)
+        self._link = link
+        # Messages that wait for space in the socket's buffer, with duplicates of the descriptors.
+        self._unsent: deque[tuple[bytes, list[int]]] = deque()
+
+    def fileno(self) -> int:
+        return self._link.fileno()
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._unsent)
+
+    def send(self, kind: str, descriptors: Sequence[int] = (), **fields: Any) -> None:
+        """Send a message, or queue it until the next `send` or `flush`; a lost peer is ignored."""
+        data = json.dumps({"kind": kind, **fields}).encode()
+        if self._unsent or not self._try_send(data, descriptors):
+            self._unsent.append((data, [os.dup(number) for number in descriptors]))
+            self.flush()
+
+    def flush(self) -> None:
+        """Send as many of the queued messages as the socket accepts."""
+        while self._unsent and self._try_send(*self._unsent[0]):
+            for number in self._unsent.popleft()[1]:
+                os.close(number)
+
+    def _try_send(self, data: bytes, descriptors: Sequence[int]) -> bool:
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
+        try:
+            self._link.sendmsg([data], rights if descriptors else ())
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass  # The peer has exited, which `receive` reports.
+        return True
+
+    def receive(self) -> tuple[Message, list[int]] | None:
+        """Return a message with its descriptors, or None if there is none.
+
+        Raises:
+            ConnectionError: the peer has exited.
+        """
+        try:
+            data, descriptors, _, _ = socket.recv_fds(
+                self._link, MAX_MESSAGE_BYTES, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError:
+            return None
+        if not data:
+            raise ConnectionResetError("the peer has exited")
+        return json.loads(data), descriptors
+
+    def close(self) -> None:
+        """Close the socket. Messages that have not been sent are dropped."""
+        while self._unsent:
+            for number in self._unsent.popleft()[1]:
+                os.close(number)
+        self._link.close()
+
+
+def as_reason(error: BaseException) -> str:
+    """Return the type and the text of an exception, limited in length."""
+    return f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS]
+
+
+def serve(ledger: int, *, directory: str, preload: Sequence[str]) -> list[str]:
+    """Import modules, then fork a process for each request. Return only in the workers.
 
     Args:
-        first: descriptor of the socket on which this process reports that it is ready, or why it
-            cannot be used, and then answers requests.
-        second: the same for the second fork server, which is forked once this one is idle.
+        ledger: descriptor of the agent's ledger.
         directory: where the program's own modules are found.
         preload: modules that the user wants to be imported.
 
@@ -75,11 +148,9 @@ def serve(first: int, second: int, directory: str, preload: Sequence[str]) -> li
         The arguments of `run_program` for the worker.
     """
     process_name = _rename_process("fork-server")
-    for descriptor in (first, second):
-        os.set_inheritable(descriptor, False)
-    before = dict(os.environ)
-    dispositions = _ignore_worker_signals()
-    server = _ForkServer(socket.socket(fileno=first), socket.socket(fileno=second), dispositions)
+    os.set_inheritable(ledger, False)
+    at_start = dict(os.environ)
+    server = _ForkServer(ledger, _ignore_worker_signals())
     read_variables: set[str] = set()
     with record_reads(read_variables):
         # An error in the user's modules is reported before torch is imported, which takes seconds.
@@ -88,27 +159,26 @@ def serve(first: int, second: int, directory: str, preload: Sequence[str]) -> li
             problem = problem or _import_modules(TORCH)
         server.report_ready(problem)
         job = server.answer_requests()
+        if "program" not in job:
+            # This process is the second fork server.
+            server.report_ready(_import_modules(DEFERRED_IMPORTS))
+            job = server.answer_requests()
     _rename_process(process_name)
-    program = _become_like_new_interpreter(job, before, _variables_changed_since(before))
-    warn_about_late_changes(read_variables)
-    start_import_timer()
+    become_like_new_interpreter(job, at_start, read_variables)
+    program: list[str] = job["program"]
     return program
 
 
 class _ForkServer:
     """The part of a fork server that answers requests. It has one thread."""
 
-    def __init__(
-        self, link: socket.socket, second_link: socket.socket, dispositions: dict[int, Any]
-    ) -> None:
+    def __init__(self, ledger: int, dispositions: dict[int, Any]) -> None:
+        self._agent = _take_connection()
         self._pid = os.getpid()
-        self._supervisor = Connection(link)
-        # The connection of the second fork server until that has been forked.
-        self._second: Connection | None = Connection(second_link)
-        self._second_pid = 0  # of the second fork server, if it is a child of this process
+        self._ledger = ledger
         self._dispositions = dispositions  # what the signals that are ignored here do in workers
-        self._workers: dict[int, int] = {}  # pid of each running worker by number of the request
-        self._exited: dict[int, int] = {}  # the same for workers that have exited
+        self._children: dict[int, int] = {}  # pid of each running child by number of the request
+        self._exited: dict[int, int] = {}  # the same for children that have exited
         self._wakeup = (-1, -1)  # a pipe that is readable after SIGCHLD
 
     def report_ready(self, problem: str) -> None:
@@ -117,58 +187,61 @@ class _ForkServer:
         Args:
             problem: why this process cannot fork workers; empty if it can.
         """
-        self._supervisor.send({"problem": problem[:MAX_REASON_CHARS]})
+        self._agent.send(READY, pid=os.getpid(), problem=problem[:MAX_REASON_CHARS])
         if problem:
             os._exit(0)
         # Garbage collection in the workers then does not copy the memory that they share.
         gc.collect()
         gc.freeze()
 
-    def answer_requests(self) -> Message:
-        """Answer requests until the supervisor ends; return the job in each forked worker."""
+    def answer_requests(self) -> Job:
+        """Answer requests until the agent exits; return the job in each forked process."""
         self._watch_children()
-        idle_s = IDLE_BEFORE_FIRST_REQUEST_S
         while True:
-            writing = [self._supervisor] if self._supervisor.has_unsent else []
-            reading: list[Any] = [self._supervisor, self._wakeup[0]]
-            limit = None if self._second is None else idle_s
-            ready, writable, _ = select.select(reading, writing, [], limit)
-            if not ready and not writable:
-                self._fork_second_server()
-                continue
+            writing = [self._agent] if self._agent.has_unsent else []
+            reading: list[Any] = [self._agent, self._wakeup[0]]
+            select.select(reading, writing, [])
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wakeup[0], 4096)
-            self._supervisor.flush()
+            self._agent.flush()
             self._report_exits()
             try:
-                received = self._supervisor.receive()
+                received = self._agent.receive()
             except ConnectionError:
-                os._exit(0)
+                self._end()
             if received is not None:
-                idle_s = IDLE_S
-                job = self._handle_request(*received)
+                job = self._execute(*received)
                 if job is not None:
                     return job
 
-    def _handle_request(self, message: Message, descriptors: list[int]) -> Message | None:
-        """Fork or reap a worker. Return its job in the forked child, None in the server."""
-        number = message["number"]
-        if message["op"] == "reap":
+    def _execute(self, message: Message, descriptors: list[int]) -> Job | None:
+        """Execute a request. Return the job in a forked process, None in the server."""
+        number = message.get("number", 0)
+        if message["kind"] == PING:
+            self._agent.send(PING)
+            return None
+        if message["kind"] == REAP:
             pid = self._exited.pop(number, 0)
             if pid:
                 os.waitpid(pid, 0)
             return None
         try:
-            if len(descriptors) < NUM_DESCRIPTORS:
+            if len(descriptors) < message["num_descriptors"]:
                 raise OSError("the workers' fork server has too many files open")
             job = self._fork(number, descriptors)
         except OSError as error:
-            self._supervisor.send({"number": number, "error": as_reason(error)})
+            self._agent.send(STARTED, number=number, error=as_reason(error))
             job = None
-        if job is None:
-            for descriptor in descriptors:
-                os.close(descriptor)
+        for descriptor in descriptors:
+            os.close(descriptor)
         return job
+
+    def _end(self) -> NoReturn:
+        """Exit, after all children have exited."""
+        for pid in (*self._children.values(), *self._exited.values()):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        os._exit(0)
 
     def _watch_children(self) -> None:
         self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -182,48 +255,18 @@ class _ForkServer:
             os.close(number)
 
     def _report_exits(self) -> None:
-        for number, pid in list(self._workers.items()):
+        for number, pid in list(self._children.items()):
             status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if status is not None:
                 was_killed = status.si_code != os.CLD_EXITED
                 code = -status.si_status if was_killed else status.si_status
-                self._exited[number] = self._workers.pop(number)
-                self._supervisor.send({"number": number, "code": code})
-        if self._second_pid and os.waitpid(self._second_pid, os.WNOHANG)[0]:
-            self._second_pid = 0
+                self._exited[number] = self._children.pop(number)
+                self._agent.send(EXITED, number=number, code=code)
 
-    def _fork_second_server(self) -> None:
-        """Fork the second fork server.
+    def _fork(self, number: int, descriptors: list[int]) -> Job | None:
+        """Fork a process; return its job in the process, and None in the fork server.
 
-        In the child, this object becomes the second server: it imports DEFERRED_IMPORTS before this
-        method returns. The parent continues as the first server.
-        """
-        second = self._second
-        self._second = None
-        if second is None:
-            return
-        first_pid = self._pid
-        try:
-            self._second_pid = os.fork()
-        except OSError as error:
-            second.send({"problem": f"the second fork server cannot be forked: {error}"})
-            second.close()
-            return
-        if self._second_pid:
-            second.close()
-            return
-        self._stop_watching_children()
-        set_parent_death_signal(first_pid)
-        self._supervisor.close()
-        self._supervisor, self._pid = second, os.getpid()
-        self._workers, self._exited = {}, {}
-        self.report_ready(_import_modules(DEFERRED_IMPORTS))
-        self._watch_children()
-
-    def _fork(self, number: int, descriptors: list[int]) -> Message | None:
-        """Fork a worker; return its job in the worker, and None in the fork server.
-
-        The worker reports itself before it runs anything of the user. Raises OSError.
+        Raises OSError if no process can be forked.
         """
         # A signal that arrives before the worker has its own handlers is delivered afterwards.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._dispositions)
@@ -234,28 +277,44 @@ class _ForkServer:
             raise
         if pid:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            self._workers[number] = pid
+            self._children[number] = pid
+            self._agent.send(STARTED, number=number, pid=pid)
             return None
         try:
-            job = enter_session(self._pid, descriptors)
-            for signal_number, handler in self._dispositions.items():
-                signal.signal(signal_number, handler)
-            self._stop_watching_children()
-            self._supervisor.send({"number": number, "pid": os.getpid()})
-            if self._supervisor.has_unsent:
-                raise OSError("the supervisor process reads no messages")
-        except BaseException as error:
-            reason = f"the worker's process did not begin: {as_reason(error)}"
-            self._supervisor.send({"number": number, "error": reason})
+            job = self._begin_child(descriptors)
+        except BaseException:
             # A caller that caught the exception would continue as another fork server.
-            os._exit(1)
-        for descriptor in descriptors:
-            os.close(descriptor)
-        self._supervisor.close()
-        if self._second is not None:
-            self._second.close()
+            with contextlib.suppress(OSError):
+                os.write(2, traceback.format_exc().encode())
+            os._exit(EXEC_FAILED)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return job
+
+    def _begin_child(self, descriptors: list[int]) -> Job:
+        """Take the first steps of a forked process, in that process."""
+        os.setsid()
+        job_file, directory, *streams = descriptors
+        for target, stream in enumerate(streams):
+            os.dup2(stream, target, inheritable=True)
+        job = begin(self._pid, self._ledger, job_file, directory)
+        self._stop_watching_children()
+        self._agent.close()
+        if "program" not in job:
+            self._agent, self._pid = _take_connection(), os.getpid()
+            self._children, self._exited = {}, {}
+            return job
+        for number, handler in self._dispositions.items():
+            signal.signal(number, handler)
+        os.close(self._ledger)
+        return job
+
+
+def _take_connection() -> Connection:
+    """Return the connection to the agent, which is the stdin of a fork server."""
+    connection = Connection(socket.socket(fileno=os.dup(0)))
+    with open(os.devnull, "rb") as file:
+        os.dup2(file.fileno(), 0)
+    return connection
 
 
 def _rename_process(new: str) -> str:
@@ -330,15 +389,6 @@ def _import_failure(module: str, error: BaseException) -> str:
     return f"{module} cannot be imported: {type(error).__name__}: {error}{where}"
 
 
-def _variables_changed_since(before: dict[str, str]) -> dict[str, str]:
-    """Return the environment variables that imported modules have set or changed."""
-    return {
-        key: text
-        for key, text in os.environ.items()
-        if before.get(key) != text and key not in TORCH_MANAGED_VARIABLES
-    }
-
-
 def _fork_safety_error() -> str:
     """Return why no worker should be forked from this process, or ''."""
     # Libraries such as OpenBLAS end their threads at a fork, so fork once before counting threads.
@@ -351,68 +401,3 @@ def _fork_safety_error() -> str:
         return f"what was imported has started threads ({names or 'not of Python'})"
     path = open_gpu()
     return f"what was imported has opened a GPU ({path})" if path else ""
-
-
-def _become_like_new_interpreter(
-    job: Message, start_environment: dict[str, str], set_by_modules: dict[str, str]
-) -> list[str]:
-    """Give this process the environment and the state of a new interpreter.
-
-    Args:
-        job: the worker's job. `server_environment` are the variables that the agent gave to the
-            fork server.
-        start_environment: the variables that the fork server had when its interpreter was started.
-        set_by_modules: the variables that modules have set since then.
-
-    Returns:
-        The arguments of `run_program`.
-    """
-    given = job["server_environment"]
-    # In a bare locale, Python sets LC_CTYPE for itself, and a new interpreter would do the same.
-    own = {key: text for key, text in start_environment.items() if key == "LC_CTYPE"}
-    # If PYTHON_EXEC is a script that starts the interpreter, its changes apply to workers too.
-    wrapped = {
-        k: text for k, text in start_environment.items() if given.get(k) != text and k not in own
-    }
-    os.environ.clear()
-    os.environ.update({**own, **job["environment"], **wrapped, **set_by_modules})
-    for name in given.keys() - start_environment.keys():
-        os.environ.pop(name, None)
-    _rebuild_sys_stdin()
-    _reseed_generators()
-    program: list[str] = job["program"]
-    return program
-
-
-def _rebuild_sys_stdin() -> None:
-    """Replace `sys.stdin` in a worker, because it has the properties of the fork server's stdin."""
-    previous = sys.__stdin__
-    if previous is None or sys.stdin is not previous:
-        return  # An imported module has replaced it.
-    raw = io.FileIO(0, closefd=False)
-    raw.name = previous.name
-    stdin = io.TextIOWrapper(
-        io.BufferedReader(raw),
-        previous.encoding,
-        previous.errors,
-        newline="\n",
-        write_through=previous.write_through,
-    )
-    stdin.mode = previous.mode  # type: ignore[misc]
-    sys.stdin = sys.__stdin__ = stdin  # type: ignore[misc]
-
-
-def _reseed_generators() -> None:
-    """Give NumPy, torch and multiprocessing new random seeds, as a new interpreter does.
-
-    `random` and OpenSSL reseed themselves after a fork.
-    """
-    numpy = sys.modules.get("numpy.random")
-    if numpy is not None:
-        numpy.seed()
-    generator = getattr(sys.modules.get("torch"), "default_generator", None)
-    if generator is not None:
-        generator.seed()
-    processes = sys.modules.get("multiprocessing.process")
-    if processes is not None:
-        processes.current_process().authkey = os.urandom(32)

@@ -1,115 +1,61 @@
 """Workers as processes of this machine, each the leader of a session.
 
-The supervisor process starts the workers, reports their exits and kills the processes that they
-leave; see `supervisor`. Whether a worker is forked from a process that has imported torch or is
-started as a new interpreter, it gets the same environment, and runs the same code up to the user's
-own.
+Whether a worker is forked from a process that has imported torch or is started as a new
+interpreter, it gets the same environment, and runs the same code up to the user's own. `keeper`
+starts and ends the processes, and a `WorkerProcess` follows one worker from its start to its exit.
 """
 
 from __future__ import annotations
 
 import logging
-import signal
+import os
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
-import attrs
-
-from ..clock import monotonic, wall
-from ..errors import WorkerStartError, require_not_none
-from ..event_loop import EventLoop
-from ..rendezvous.blame import find_cause
-from ..threads import daemon_thread
+from ..clock import monotonic
+from ..errors import ConfigError, WorkerStartError
+from ..threads import daemon_thread, start_thread
 from . import stack_dump
-from .cleanup import process_name, signal_worker, stat_fields
-from .error_file import FailureReport, read_failure_report, remove_exit_file
+from .cleanup import process_name, session_processes
 from .exits import WorkerExit
-from .interface import Heartbeat, StopNotice, Workers
-from .node_resources import CpuSet, count_usable_cpus, oom_kill_count_rose, read_oom_kill_count
-from .output import OutputThread, WorkerOutput
+from .interface import StopHow, StopNotice, Workers, WorkerView
+from .ledger import Ledger
+from .node_resources import CpuSet, count_usable_cpus
+from .output import OutputThread
 from .output_plan import OutputPlan
-from .process_launcher import ProcessLauncher
+from .process_keeper import PROCESS_ENTRY, ProcessKeeper
+from .process_setup import Job
 from .run_dirs import RunDir, SnapshotDir
-from .run_program import read_result, write_payload
+from .run_program import make_payload
 from .spec import (
-    ASSIGNMENT_VARIABLES,
     SNAPSHOTS_ENV,
+    SPAWN,
     Command,
     Entrypoint,
     Function,
-    Module,
     Script,
     Worker,
     WorkerGroup,
     WorkerSpec,
-    substitute_local_rank,
+    check_preload,
+    check_start_method,
+    common_environment,
     worker_environment,
 )
-from .supervisor_client import SupervisedProcess, SupervisorClient
-from .worker_channel import CHANNEL_ENV, WorkerChannels
+from .worker_channel import CALLS_SETTLE_S, WorkerChannel
+from .worker_process import Launch, WorkerProcess, WorkerServices, WorkingDirectory
 
 log = logging.getLogger("elasticlib.workers")
 
-KILL_TIMEOUT_S = 5.0  # limit for the exits of workers after SIGKILL
-# Limit for killing the children of exited workers before others are started. The supervisor needs
-# up to 2 s for workers that exited together, and as long for those that exited before.
-CLEAN_TIMEOUT_S = 10.0
+KILL_TIMEOUT_S = 10.0  # limit for the exits of workers after SIGKILL, and for reading their files
+CLOSE_TIMEOUT_S = 15.0  # limit for killing what workers have left, and for ending helper processes
+FREE_MEMORY_TIMEOUT_S = 10.0  # limit for removing what killed agents have left in memory
 BACKGROUND_POLL_INTERVAL_S = 0.1  # between two lists of what succeeded workers have started
-RESULT_FILE = "result.pickle"
-_STAT_FLAGS = 6  # position of the flags in `stat_fields`
-_PF_EXITING = 0x4  # the flag of a process that ends
-
-
-@attrs.define
-class _Process:
-    worker: Worker
-    process: SupervisedProcess
-    output: WorkerOutput
-    directory: Path
-    error_file: Path
-    ending: WorkerExit | None = None  # what is known while it exits; None until its program ends
-    # The value of a function, and why it cannot be read; None until it has been read.
-    result: tuple[Any, str] | None = None
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    def read_result(self) -> tuple[Any, str]:
-        """Return the return value of the function, and why it cannot be read; empty if it can.
-
-        The file is read once. This may run code of the value's class.
-        """
-        if self.result is None:
-            self.result = read_result(self.directory / RESULT_FILE)
-        return self.result
-
-
-def program_of(entrypoint: Entrypoint, local_rank: int, directory: Path) -> tuple[str, ...]:
-    """Return the kind of a worker's program, its name and its arguments; see `run_program`."""
-    if isinstance(entrypoint, Function):
-        payload = directory / "payload.pickle"
-        write_payload(payload, entrypoint)
-        return ("function", str(payload), str(directory / RESULT_FILE))
-    args = substitute_local_rank(entrypoint.args, local_rank)
-    if isinstance(entrypoint, Script):
-        return ("script", entrypoint.path, *args)
-    if isinstance(entrypoint, Module):
-        return ("module", entrypoint.name, *args)
-    if not isinstance(entrypoint, Command):
-        raise TypeError(f"a worker is a script, module, function or command: {entrypoint!r}")
-    return ("command", entrypoint.program, *args)
-
-
-def _is_exiting(pid: int) -> bool:
-    """Return whether the kernel is ending this process, which takes long if it has much memory."""
-    try:
-        return bool(int(stat_fields(pid)[_STAT_FLAGS]) & _PF_EXITING)
-    except OSError:
-        return True
+UNKNOWN_CALL_INTERVAL_S = 0.005  # a worker is inside a call of `should_stop` for microseconds
+NEVER = float("inf")
 
 
 class LocalWorkers(Workers):
@@ -131,7 +77,7 @@ class LocalWorkers(Workers):
         preload: modules that the fork server imports besides torch.
     """
 
-    event_loop: EventLoop
+    reports_progress = True
 
     def __init__(
         self,
@@ -146,29 +92,52 @@ class LocalWorkers(Workers):
         start_method: str = "forkserver",
         preload: Sequence[str] = (),
     ) -> None:
+        self._preload = tuple(preload)
+        check_start_method(start_method, self._preload)
         self._environment = dict(environment)
-        self._output = output or OutputPlan()
-        self.event_loop = EventLoop()
-        self._output_thread = OutputThread()
-        self._supervisor = SupervisorClient(self.event_loop)
-        kept = log_dir is not None or self._output.any
-        self._run_dir = RunDir(self._supervisor, log_dir, run_id, kept=kept)
-        self._launcher = ProcessLauncher(
-            self._supervisor,
-            python=python,
-            start_method=start_method,
-            preload=preload,
-            ignored_signals=ignored_signals,
-            cpu_sets=cpu_sets,
+        self._python, self._cpu_sets = python, tuple(cpu_sets)
+        self._ignored_signals = tuple(sorted(ignored_signals))
+        plan = output or OutputPlan()
+        self._ledger = Ledger()
+        kept = log_dir is not None or plan.any
+        self._run_dir = RunDir(self._ledger, log_dir, run_id, kept=kept)
+        self.snapshot_dir = SnapshotDir(self._ledger)
+        self._keeper = ProcessKeeper(
+            self._ledger,
+            must_fork=bool(self._preload),
+            on_tick=self._tick,
+            on_error=self._on_error,
         )
-        self._channels = WorkerChannels()
-        self.snapshot_dir = SnapshotDir(self._supervisor)
-        self._processes: dict[int, _Process] = {}  # that have not been reaped, by local rank
-        # When each worker was first asked to stop, by local rank, by the wall clock; infinity if it
-        # was already exiting. Since the last start.
-        self._stop_requested_at: dict[int, float] = {}
-        self._sent_signals: set[tuple[int, int]] = set()  # local rank and signal, since then
-        self._oom_kill_count: int | None = None  # of this machine or cgroup at the last start
+        self._lock = threading.RLock()  # guards the fields below, and those of the workers
+        self._changed = threading.Condition(self._lock)  # notified after each turn of the keeper
+        self._common = WorkerServices(
+            lock=self._lock,
+            keeper=self._keeper,
+            output_thread=OutputThread(self._on_error),
+            output_plan=plan,
+            make_job=self._make_worker_job,
+            may_fork=start_method != SPAWN,
+            run_dir=self._run_dir,
+            others=self._alive_processes,
+            on_started=lambda: self._on_change(),
+            on_gone=self._remove,
+        )
+        self._alive: dict[int, WorkerProcess] = {}  # whose exits were not reported, by local rank
+        self._wake_pipe: tuple[int, int] | None = None  # the pipe in which workers announce changes
+        self._server_job: Job | None = None  # of the fork server for the next workers
+        self._on_ready: Callable[[str], None] | None = None  # until it is called
+        self._ready_by = NEVER
+        self._on_change: Callable[[], None] = _nothing
+        self._has_called_should_stop = False  # a worker that has exited or regrouped did
+        self._notice_deadline = NEVER  # of the last notice
+        self._calls_at = NEVER  # when the calls of notified workers are looked at
+        self._finish_until = -NEVER
+        self._has_logged_wait = False  # for processes that succeeded workers have started
+        self._on_finished: list[Callable[[], None]] = []  # to be called at the end of the wait
+        self._failure = ""  # why no worker can be started any more
+        self._is_closed = False
+        # A step of `close` in the thread: whether it is done, and what is set then.
+        self._step: tuple[Callable[[], bool], threading.Event] = (lambda: False, threading.Event())
 
     @property
     def run_dir(self) -> Path:
@@ -187,356 +156,392 @@ class LocalWorkers(Workers):
 
     # -- the start -------------------------------------------------------------------------------
 
-    def prepare(self, spec: WorkerSpec) -> None:
-        self.snapshot_dir.start_cleaning()
-        self._launcher.prepare(spec, self._environment, count_usable_cpus())
+    def start_fork_server(self, spec: WorkerSpec) -> None:
+        """Start the fork server for these workers early, while the agent is still being made.
 
-    def wait_until_prepared(self) -> None:
-        self._launcher.wait_prepared()
-
-    def start(self, group: WorkerGroup, on_exit: Callable[[int], None]) -> None:
+        Raises:
+            ConfigError: these workers cannot be started on this node.
+            WorkerStartError: no process can be started now.
+        """
         try:
-            self.event_loop.start_thread()
-            self.prepare(group.spec)
-            self.wait_until_prepared()
-            self._kill_background_processes("before workers start again")
-            is_clean = self._supervisor.wait_until_clean(CLEAN_TIMEOUT_S)
+            self._start_threads()
+            job = self._make_server_job(spec)
         except OSError as error:
             raise WorkerStartError(f"cannot prepare the start of workers: {error}") from error
-        if not is_clean:
-            log.error(
-                "processes that exited workers had started survived SIGKILL; new workers start, "
-                "but GPUs or ports may still be in use"
-            )
-        everyone = (*group.workers, *group.standby_workers)
-        stay = {worker.local_rank for worker in everyone}
-        self._processes = {n: one for n, one in self._processes.items() if n in stay}
-        self._stop_requested_at.clear()
-        self._sent_signals.clear()
-        self._channels.start_group()
-        self._oom_kill_count = read_oom_kill_count()
+        fields = ("command", "environment")
+        before = self._server_job
+        if job is None or (before is not None and all(before[n] == job[n] for n in fields)):
+            return
+        self._server_job = job
+        self._keeper.post(lambda: self._keeper.prepare(job))
+
+    def _make_server_job(self, spec: WorkerSpec) -> Job | None:
+        """Return the job of the fork server for these workers, or None if they are not forked.
+
+        Raises:
+            ConfigError: these workers cannot be started with the modules of --preload.
+            OSError: there is no memory for the ledger.
+        """
+        check_preload(self._preload, spec.entrypoint)
+        if not self._common.may_fork or isinstance(spec.entrypoint, Command):
+            return None
+        # An interpreter or a library that reads a variable only at its start gets the value that
+        # all workers have in common.
+        environment = common_environment(spec, self._environment, count_usable_cpus())
+        directory = _module_search_dir(spec.entrypoint) if self._preload else ""
+        args = ("", "fork_server", str(self._ledger.fd), directory, *self._preload)
+        return self._make_job(self._python_command(*args), environment, cpu_set=None)
+
+    def _make_worker_job(
+        self, program: tuple[str, ...], environment: dict[str, str], local_rank: int
+    ) -> Job:
+        cpu_set = self._cpu_sets[local_rank] if local_rank < len(self._cpu_sets) else None
+        if program[0] == "command":
+            return self._make_job(program[1:], environment, cpu_set)
+        program = (environment["TORCHELASTIC_ERROR_FILE"], *program)
+        job = self._make_job(self._python_command(*program), environment, cpu_set)
+        return {**job, "program": program}
+
+    def _make_job(
+        self, command: tuple[str, ...], environment: dict[str, str], cpu_set: CpuSet | None
+    ) -> Job:
+        return {
+            "command": command,
+            "environment": environment,
+            "cpu_set": sorted(os.sched_getaffinity(0) if cpu_set is None else cpu_set),
+            "ignored": self._ignored_signals,
+        }
+
+    def _python_command(self, *args: str) -> tuple[str, ...]:
+        return (self._python, "-u", PROCESS_ENTRY, *args)
+
+    def prepare(
+        self, spec: WorkerSpec, on_ready: Callable[[str], None], on_change: Callable[[], None]
+    ) -> None:
+        self._on_change = on_change
         try:
-            for worker in group.workers:
-                if worker.local_rank in self._processes:
-                    self._assign_running_worker(group, worker)
-            new = [one for one in everyone if one.local_rank not in self._processes]
-            directories = {
-                worker.local_rank: self._run_dir.create_worker_dir(group.attempt, worker.local_rank)
-                for worker in new
-            }
-        except OSError as error:
-            raise WorkerStartError(f"cannot prepare the start of the workers: {error}") from error
-        for worker in new:
+            self.start_fork_server(spec)
+            self.snapshot_dir.start_cleaning(lambda: self._keeper.post(_nothing))
+        except ConfigError as error:
+            return on_ready(str(error))
+        except (OSError, WorkerStartError):
+            return on_ready("")  # The start of the workers reports the same error.
+
+        def wait() -> None:
+            self._on_ready, self._ready_by = on_ready, monotonic() + FREE_MEMORY_TIMEOUT_S
+
+        return self._keeper.post(wait)
+
+    def _start_threads(self) -> None:
+        """Start what all workers need. Raises OSError, WorkerStartError."""
+        with self._lock:
+            if self._is_closed or self._failure:
+                raise WorkerStartError(self._failure or "these workers were closed")
+            if self._wake_pipe is None:
+                self._wake_pipe = pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+                self._keeper.post(lambda: self._keeper.thread.watch(pipe[0], self._on_woken))
+        self._common.output_thread.start()
+        self._keeper.start()
+
+    def start(self, group: WorkerGroup, on_exit: Callable[[WorkerExit, str], None]) -> None:
+        self.start_fork_server(group.spec)
+        entrypoint = group.spec.entrypoint
+        payload = make_payload(entrypoint) if isinstance(entrypoint, Function) else b""
+        launch = Launch(group.spec, group.attempt, payload, on_exit)
+        self._keeper.post(
+            lambda: self._keeper.kill_background_processes("before workers start again")
+        )
+        with self._lock, ExitStack() as undo:
             try:
-                self._spawn(group, worker, directories[worker.local_rank], on_exit)
+                new = self._make_processes(group, launch, undo)
             except OSError as error:
-                raise WorkerStartError(
-                    f"cannot start the worker of rank {worker.rank}: {error}"
-                ) from error
-        self._run_dir.remove_attempts(
-            keep={process.directory.parent for process in self._processes.values()}
-        )
+                raise WorkerStartError(f"cannot prepare the start of workers: {error}") from error
+            undo.pop_all()
+            self._common.note_start()
+            self._notice_deadline = NEVER
+            members = {worker.local_rank for worker in group.workers}
+            for local, process in self._alive.items():
+                process.note_start(is_member=local in members)
+            self._alive.update((process.local_rank, process) for process in new)
+            for process in new:
+                process.begin()
+        self._common.output_thread.call(lambda: self._remove_attempts(group.attempt))
 
-    def _assign_running_worker(self, group: WorkerGroup, worker: Worker) -> None:
-        """Give a running worker its assignment in this group."""
-        process = self._processes[worker.local_rank]
-        process.worker = worker
-        environment = self._environment_of(group, worker, str(process.error_file))
-        self._publish_assignment(worker.local_rank, environment)
+    def _make_processes(
+        self, group: WorkerGroup, launch: Launch, undo: ExitStack
+    ) -> list[WorkerProcess]:
+        """Give the running workers their assignments, and return those that are to be started.
 
-    def _publish_assignment(self, local_rank: int, environment: Mapping[str, str]) -> None:
-        place = {name: environment[name] for name in ASSIGNMENT_VARIABLES if name in environment}
-        self._channels.publish_assignment(local_rank, place)
+        Raises:
+            OSError: there is no memory or no descriptor for their channels.
+        """
+        snapshots = str(self.snapshot_dir.attempt_dir(group.attempt) or "")
+        directory, wake_fd = WorkingDirectory(), (self._wake_pipe or (0, 0))[1]
+        everyone = (*group.workers, *group.standby_workers)
+        environments = {
+            one.local_rank: self._environment_of(group, one, snapshots) for one in everyone
+        }
+        new = {}
+        for worker in everyone:
+            local = worker.local_rank
+            if local not in self._alive:
+                channel = WorkerChannel.create(wake_fd)
+                undo.callback(channel.close)
+                new[local] = WorkerProcess(
+                    self._common,
+                    launch,
+                    worker,
+                    channel,
+                    environment=environments[local],
+                    working_directory=directory,
+                )
+        for worker in group.workers:
+            local = worker.local_rank
+            process = new.get(local) or self._alive[local]
+            self._has_called_should_stop |= process.channel.has_called_should_stop
+            process.assign(worker, environments[local])
+        return list(new.values())
 
-    def _environment_of(
-        self, group: WorkerGroup, worker: Worker, error_file: str
-    ) -> dict[str, str]:
+    def _environment_of(self, group: WorkerGroup, worker: Worker, snapshots: str) -> dict[str, str]:
         environment = worker_environment(
-            group, worker, self._environment, error_file=error_file, cores=count_usable_cpus()
+            group, worker, self._environment, cores=count_usable_cpus()
         )
-        # An empty value tells a retained worker not to use its previous directory.
-        environment[SNAPSHOTS_ENV] = str(self.snapshot_dir.attempt_dir(group.attempt) or "")
-        return environment
+        # With an empty value, a retained worker does not use its previous directory.
+        return {**environment, SNAPSHOTS_ENV: snapshots}
 
-    def _spawn(
-        self, group: WorkerGroup, worker: Worker, directory: Path, on_exit: Callable[[int], None]
-    ) -> None:
-        local = worker.local_rank
-        is_standby = worker in group.standby_workers
-        channel = self._channels.open(local, is_standby=is_standby)
-        try:
-            self._start_process(group, worker, directory, channel, on_exit)
-        except BaseException:
-            if local not in self._processes:
-                self._channels.close(local)
-            raise
+    def _remove_attempts(self, attempt: int) -> None:
+        """Remove the directories of earlier attempts, in the output thread."""
+        used = [process.directory for process in self._alive_processes()]
+        kept = {self._run_dir.attempt_dir(attempt)}
+        self._run_dir.remove_attempts(keep=kept | {path.parent for path in used if path})
 
-    def _start_process(
+    # -- running workers -------------------------------------------------------------------------
+
+    def _alive_processes(self) -> list[WorkerProcess]:
+        with self._lock:
+            return list(self._alive.values())
+
+    def view(self) -> Mapping[int, WorkerView]:
+        with self._lock:
+            has_called = self._has_called_should_stop
+            return {
+                local: process.view(has_called_should_stop=has_called)
+                for local, process in self._alive.items()
+            }
+
+    def notify(self, notice: StopNotice, call: int | None = None) -> None:
+        with self._lock:
+            deadline = monotonic() + notice.grace_s
+            if call is not None:
+                deadline = min(self._notice_deadline, deadline)
+            self._notice_deadline = deadline
+            for process in self._alive.values():
+                if process.is_member:
+                    process.notify(notice, call, deadline)
+        if call is None:
+            self._keeper.post(self._look_at_calls)
+
+    def _look_at_calls(self) -> None:
+        self._calls_at = monotonic() + CALLS_SETTLE_S
+
+    def stop(self, local_ranks: Collection[int], how: StopHow) -> None:
+        with self._lock:
+            for local_rank in local_ranks:
+                if local_rank in self._alive:
+                    self._alive[local_rank].stop(how)
+
+    def dump_stacks(
         self,
-        group: WorkerGroup,
-        worker: Worker,
-        directory: Path,
-        channel: str,
-        on_exit: Callable[[int], None],
+        local_ranks: Collection[int],
+        on_done: Callable[[Mapping[int, str]], None],
+        *,
+        save: bool = False,
     ) -> None:
-        local = worker.local_rank
-        files = self._output.files_of(local, str(directory))
-        environment = self._environment_of(group, worker, files.error_file)
-        environment[CHANNEL_ENV] = channel
-        if worker not in group.standby_workers:
-            self._publish_assignment(local, environment)
-        program = program_of(group.spec.entrypoint, local, directory)
-        output = WorkerOutput(self._output, worker, group.spec.role, files, self._output_thread)
+        with self._lock:
+            processes = {n: one for n, one in self._alive.items() if n in local_ranks}
+            dumpers = {n: one.stack_dumper for n, one in processes.items()}
+
+        def collect() -> None:
+            found = {n: dumper for n, dumper in dumpers.items() if dumper is not None}
+            stacks = stack_dump.collect_stacks(found)
+            on_done(stacks)
+            if save:
+                self._common.output_thread.call(lambda: save_stacks(stacks))
+
+        def save_stacks(stacks: Mapping[int, str]) -> None:
+            for local, text in stacks.items():
+                if (directory := processes[local].directory) is not None:
+                    stack_dump.append_to_stack_file(directory, text)
+
         try:
-            started = self._launcher.start(program, environment, output.targets, local)
-        except BaseException:
-            output.abandon()
-            raise
-        if program[0] != "command":
-            self._channels.set_worker_pid(local, started.pid)
-        process = _Process(worker, started, output, directory, Path(files.error_file))
-        if not isinstance(group.spec.entrypoint, Function):
-            process.result = (None, "")
-        self._processes[local] = process
-        output.attach()
-        self._supervisor.call_on_exit(started, partial(self._on_exit, process, on_exit))
+            start_thread(daemon_thread(collect, "workers-stacks", lambda _: on_done({})))
+        except OSError as error:
+            log.warning("the stacks of the workers cannot be collected: %s", error)
+            on_done({})
+
+    # -- the thread `workers` --------------------------------------------------------------------
+
+    def _tick(self, now: float, late_s: float) -> float:
+        due = [NEVER, *(process.tick(now, late_s) for process in self._alive_processes())]
+        if now >= self._calls_at:
+            members = [one for one in self.view().values() if one.takes_notices]
+            are_known = all(one.stop_call is not None for one in members)
+            self._calls_at = NEVER if are_known else now + UNKNOWN_CALL_INTERVAL_S
+            if are_known:
+                self._on_change()
+        if self._on_ready is not None and self._is_ready(now):
+            on_ready, self._on_ready = self._on_ready, None
+            problem = self._keeper.fork_problem if self._preload else ""
+            on_ready(problem)
+        with self._changed:
+            self._changed.notify_all()
+        is_done, done = self._step
+        if is_done():
+            done.set()
+        if self._on_ready is not None and self._ready_by > now:
+            due.append(self._ready_by)
+        return min(*due, self._calls_at, self._wait_for_background(now))
+
+    def _is_ready(self, now: float) -> bool:
+        is_memory_free = not self.snapshot_dir.is_cleaning or now >= self._ready_by
+        return is_memory_free and self._keeper.is_prepared
+
+    def _on_woken(self) -> None:
+        if self._wake_pipe is not None:
+            with suppress(BlockingIOError):
+                os.read(self._wake_pipe[0], 4096)
+            self._on_change()
+
+    def _remove(self, process: WorkerProcess) -> None:
+        """Forget a worker whose exit is about to be reported. The caller has the lock."""
+        self._has_called_should_stop |= process.channel.has_called_should_stop
+        if self._alive.get(process.local_rank) is process:
+            del self._alive[process.local_rank]
+
+    def _on_error(self, reason: str) -> None:
+        """Report that all workers end, because a thread has failed that they need."""
+        with self._lock:
+            self._failure = reason
+            on_ready, self._on_ready = self._on_ready, None
+        self._keeper.thread.end(0.0)
+        for process in self._alive_processes():
+            process.fail_with_thread(reason)
+        self._report_finished()
+        if on_ready is not None:
+            on_ready(reason)
 
     # -- the end ---------------------------------------------------------------------------------
 
-    def _on_exit(self, process: _Process, on_exit: Callable[[int], None]) -> None:
-        """Report a worker's exit; called by the event loop.
+    def finish(self, until: float, on_done: Callable[[], None]) -> None:
+        with self._lock:
+            self._finish_until = until
+            self._on_finished.append(on_done)
+            is_running = self._keeper.thread.has_started and not (self._failure or self._is_closed)
+        if is_running:
+            self._keeper.post(_nothing)  # wakes the thread
+        else:
+            self._report_finished()
 
-        The result of a function is read in another thread, because unpickling runs code of the
-        user.
-        """
-        local = process.worker.local_rank
-
-        def read() -> None:
-            process.read_result()
-            on_exit(local)
-
-        if process.result is None:
-            try:
-                return daemon_thread(
-                    read, f"worker-{local}-value", lambda _: on_exit(local)
-                ).start()
-            except RuntimeError:
-                log.warning(
-                    "cannot start a thread that reads the return value of rank %d, which is lost",
-                    process.worker.rank,
-                )
-        return on_exit(local)
-
-    def reap(self, local_rank: int) -> WorkerExit:
-        process = self._processes.pop(local_rank)
-        self._channels.close(local_rank)
-        returncode = require_not_none(process.process.returncode, "the exit code of the worker")
-        self._supervisor.release(process.process)
-        process.output.wait_flushed()
-        report = read_failure_report(process.error_file)
-        remove_exit_file(process.error_file)
-        is_stopped = self._stopped_before_failure(process, report)
-        found = WorkerExit(
-            local_rank,
-            process.worker.rank,
-            process.pid,
-            returncode=returncode,
-            stop_was_requested=is_stopped,
-            failed_before_stop=not is_stopped,
-            code_in_progress=report.exit_code,
-            signal_sent_by_agent=(local_rank, -returncode) in self._sent_signals,
-        )
-        if returncode == 0:
-            value, unreadable = process.read_result()
-            return attrs.evolve(found, value=value, value_error=unreadable)
-        return self._with_cause(found, process, report)
-
-    def _with_cause(
-        self, found: WorkerExit, process: _Process, report: FailureReport
-    ) -> WorkerExit:
-        """Return the exit with all that is known about the cause of the failure."""
-        found = attrs.evolve(
-            self._with_message(found, process, report),
-            stderr_tail=process.output.tail(),
-            out_of_memory=oom_kill_count_rose(self._oom_kill_count, read_oom_kill_count()),
-            failed_at=min(report.failed_at, process.process.exited_at),
-        )
-        if found.stop_was_requested:
-            return found
-        cause = find_cause((found, *self._failures_in_progress()))
-        return found if cause is found else attrs.evolve(found, preceding_failure=cause)
-
-    def _stopped_before_failure(self, process: _Process, report: FailureReport) -> bool:
-        """Return whether the agent had asked the worker to stop before it failed or exited."""
-        requested_at = self._stop_requested_at.get(process.worker.local_rank, float("inf"))
-        failed_at = report.failed_at if report.ends_process else float("inf")
-        return requested_at <= min(failed_at, process.process.exited_at)
-
-    def _failures_in_progress(self) -> list[WorkerExit]:
-        """Return the failures that workers have reported and still exit from.
-
-        A failing process needs time to exit. Its peers may notice the failure and exit before it.
-        """
-        found = []
-        for process in self._processes.values():
-            report = read_failure_report(process.error_file)
-            if report.ends_process:
-                found.append(self._failure_in_progress(process, report))
-        return found
-
-    def _failure_in_progress(self, process: _Process, report: FailureReport) -> WorkerExit:
-        exit_ = WorkerExit(
-            process.worker.local_rank,
-            process.worker.rank,
-            process.pid,
-            returncode=report.exit_code or 1,
-            failed_at=report.failed_at,
-            is_still_exiting=True,
-        )
-        return self._with_message(exit_, process, report)
-
-    def ending_workers(self) -> Mapping[int, WorkerExit]:
-        ending = {}
-        for local, has_failed in self._channels.ended_programs().items():
-            process = self._processes.get(local)
-            if process is None:
-                continue
-            if process.ending is None and has_failed:
-                report = read_failure_report(process.error_file)
-                process.ending = self._failure_in_progress(process, report)
-            elif process.ending is None:
-                who = (local, process.worker.rank, process.pid)
-                process.ending = WorkerExit(*who, returncode=0, is_still_exiting=True)
-            ending[local] = process.ending
-        return ending
-
-    def _with_message(
-        self, found: WorkerExit, process: _Process, report: FailureReport
-    ) -> WorkerExit:
-        message, traceback = report.message_and_traceback
-        # Paths are reported only if the files remain after the end of the run.
-        is_kept = self._run_dir.kept or process.error_file.parent != process.directory
-        return attrs.evolve(
-            found,
-            message=message,
-            traceback=traceback,
-            log_dir=str(process.error_file.parent) if is_kept else "",
-            error_file=str(process.error_file) if is_kept and report.has_error_file else "",
-            error_data=report.record,
-        )
-
-    def running(self) -> dict[int, str]:
-        return {local: f"pid {p.pid}" for local, p in self._processes.items()}
-
-    # -- messages between workers and agent ------------------------------------------------------
-
-    supports_coordinated_stop = reports_heartbeats = True
-
-    def regroupable_ranks(self) -> Collection[int]:
-        return self._channels.regroupable_ranks()
-
-    def leave_group(self) -> None:
-        self._channels.leave_group()
-
-    def has_group_failure(self) -> bool:
-        return self._channels.has_group_failure()
-
-    def standby_ranks(self) -> Mapping[int, bool]:
-        return self._channels.standby_ranks()
-
-    def notify(self, notice: StopNotice) -> bool:
-        is_received = self._channels.notify(notice)
-        if is_received:
-            self._note_stop(self._processes)
-        return is_received
-
-    def takes_notices(self) -> bool:
-        return self._channels.takes_notices()
-
-    def earliest_stop_call(self) -> int | None:
-        return self._channels.earliest_stop_call()
-
-    def stop_at_call(self, call: int, notice: StopNotice) -> None:
-        self._channels.stop_at_call(call, notice)
-
-    def heartbeats(self) -> Mapping[int, Heartbeat]:
-        return self._channels.heartbeats()
-
-    def final_heartbeats(self) -> Mapping[int, Heartbeat]:
-        return self._channels.final_heartbeats()
-
-    def dump_stacks(self, local_ranks: Collection[int], *, save: bool = False) -> Mapping[int, str]:
-        dumpers, processes = self._channels.stack_dumpers(), dict(self._processes)
-        pids = {n: processes[n].pid for n in dumpers if n in processes and n in local_ranks}
-        stacks = stack_dump.collect_stacks(
-            {local: (pid, *dumpers[local]) for local, pid in pids.items()}
-        )
-        if save:
-            for local, text in stacks.items():
-                stack_dump.append_to_stack_file(processes[local].error_file.parent, text)
-        return stacks
-
-    def stop(self, local_ranks: Collection[int], *, force: bool = False) -> None:
-        self._note_stop(local_ranks)
-        # A worker that is stopped (SIGSTOP, a debugger) receives SIGTERM only after SIGCONT.
-        for number in (signal.SIGKILL,) if force else (signal.SIGTERM, signal.SIGCONT):
-            for local_rank in local_ranks:
-                if local_rank in self._processes:
-                    self._sent_signals.add((local_rank, number))
-                    signal_worker(self._processes[local_rank].pid, number)
-
-    def _note_stop(self, local_ranks: Iterable[int]) -> None:
-        """Note that these workers are asked to stop, except those that are exiting already."""
-        for local_rank in local_ranks:
-            if local_rank in self._processes and local_rank not in self._stop_requested_at:
-                is_exiting = _is_exiting(self._processes[local_rank].pid)
-                self._stop_requested_at[local_rank] = float("inf") if is_exiting else wall()
-
-    def kill_and_wait(self) -> None:
-        self.stop(list(self._processes), force=True)
-        deadline = monotonic() + KILL_TIMEOUT_S
-        for local_rank, process in list(self._processes.items()):
-            timeout = max(0.0, deadline - monotonic())
-            if self._supervisor.wait_for_exit(process.process, timeout):
-                self.reap(local_rank)
-            else:
-                # The supervisor continues to kill it when the agent has exited.
-                log.error(
-                    "worker of rank %d (pid %d) survived SIGKILL and may still use its GPU",
-                    *(process.worker.rank, process.pid),
-                )
-                del self._processes[local_rank]
-
-    def wait_for_background_processes(
-        self, timeout_s: float, is_cancelled: Callable[[], object]
-    ) -> None:
-        deadline = monotonic() + timeout_s
-        left = self._supervisor.background_processes()
-        if left:
+    def _wait_for_background(self, now: float) -> float:
+        """Report when succeeded workers have left no process; return when to look again."""
+        if not self._on_finished:
+            return NEVER
+        sessions = self._keeper.background_sessions()
+        left = [pid for pid, _ in session_processes(sessions)] if sessions else []
+        if not left or now >= self._finish_until:
+            self._report_finished()
+            return NEVER
+        if not self._has_logged_wait:
+            self._has_logged_wait = True
             log.info(
-                "the workers of this node have succeeded; waiting up to %g s for processes that "
+                "the workers of this node have succeeded; waiting up to %.0f s for processes that "
                 "they have started: %s",
-                *(timeout_s, ", ".join(f"{pid} ({process_name(pid)})" for pid in left)),
+                self._finish_until - now,
+                ", ".join(f"{pid} ({process_name(pid)})" for pid in left),
             )
-        while left and monotonic() < deadline:
-            if self.event_loop.run_until(is_cancelled, BACKGROUND_POLL_INTERVAL_S):
+        return now + BACKGROUND_POLL_INTERVAL_S
+
+    def _report_finished(self) -> None:
+        with self._lock:
+            callbacks, self._on_finished = self._on_finished, []
+        for on_done in callbacks:
+            on_done()
+
+    def close(self, grace_s: float = 0.0) -> None:
+        with self._lock:
+            if self._is_closed:
                 return
-            left = self._supervisor.background_processes()
-
-    def _kill_background_processes(self, when: str) -> None:
-        if killed := self._supervisor.kill_background_processes():
-            log.warning(
-                "killed processes that workers of this node had started, and that still ran %s: "
-                "%s; a script that waits for them before it ends loses none of their work",
-                *(when, ", ".join(map(str, killed))),
-            )
-
-    def close(self) -> None:
-        self.kill_and_wait()
-        self._kill_background_processes("at the end")
-        self._output_thread.close()
-        self._channels.close_all()
+            self._is_closed = True
+        if self._keeper.thread.has_started:
+            self._end_processes(grace_s)
+        self._common.output_thread.close()
         self.snapshot_dir.remove()
         self._run_dir.remove()
-        self._supervisor.close()
-        self.event_loop.close()
+        if self._keeper.thread.has_started:
+            self._end_keeper()
+        with self._lock:
+            processes, self._alive = self._alive, {}
+            for process in processes.values():
+                process.channel.close()
+            for fd in self._wake_pipe or ():
+                os.close(fd)
+            self._wake_pipe = None
+        self._ledger.close()
+        self._report_finished()
+
+    def _end_processes(self, grace_s: float) -> None:
+        """End all workers, what they have left, and the fork servers."""
+        if grace_s > 0:
+            self.stop(list(self._alive), StopHow.TERM)
+            self._wait_for(lambda: not self._alive, grace_s)
+        self.stop(list(self._alive), StopHow.KILL)
+        self._wait_for(lambda: not self._alive, KILL_TIMEOUT_S)
+        for process in self._alive_processes():
+            # The guardian continues to kill it when the agent has exited.
+            log.error(
+                "worker of rank %d (%s) survived SIGKILL and may still use its GPU",
+                *(process.worker.rank, process.name),
+            )
+        self._take_step(self._keeper.close_sessions, lambda: self._keeper.is_clean)
+        self._take_step(self._keeper.close_servers, lambda: self._keeper.is_clean)
+
+    def _end_keeper(self) -> None:
+        """End the guardian and the thread."""
+        self._take_step(self._keeper.end_guardian, lambda: self._keeper.is_guardian_done)
+        self._keeper.thread.end(CLOSE_TIMEOUT_S)
+        if self._failure:
+            self._keeper.clean_up_after_failure()
+
+    def _take_step(self, step: Callable[[], object], is_done: Callable[[], bool]) -> None:
+        """Let the thread take a step of `close`, and wait until it is done after a turn."""
+        done = threading.Event()
+
+        def take() -> None:
+            step()
+            self._step = (is_done, done)
+
+        self._keeper.post(take)
+        if not self._failure:
+            done.wait(CLOSE_TIMEOUT_S)
+
+    def _wait_for(self, condition: Callable[[], bool], timeout: float) -> bool:
+        """Wait until a condition holds after a turn of the thread; return whether it holds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: condition() or bool(self._failure), timeout)
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
+def _module_search_dir(entrypoint: Entrypoint) -> str:
+    """Return where Python looks first for the modules of a program. Raises ConfigError."""
+    try:
+        if isinstance(entrypoint, Script):
+            return os.path.dirname(os.path.realpath(entrypoint.path))
+        return os.getcwd()
+    except FileNotFoundError as error:
+        raise ConfigError(
+            "preload (--preload) needs the working directory, which was removed: "
+            "start the job in a directory that exists"
+        ) from error

@@ -11,18 +11,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import selectors
 import socket
 import stat
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import IO, Any
 
 from ..clock import monotonic
-from ..errors import require_not_none
-from ..threads import daemon_thread, start_thread
+from .loop_thread import LoopThread
 from .output_plan import OutputFiles, OutputPlan, Streams
 from .spec import Worker
 
@@ -32,9 +29,7 @@ CHUNK_BYTES = 1 << 16  # the size of a pipe's buffer
 MAX_DRAIN_CHUNKS = 16  # a pipe holds at most 1 MiB, the default limit of the kernel
 MAX_CONSOLE_BYTES = 4 << 20  # what may wait for one console
 RETRY_INTERVAL_S = 0.02  # between writes to a console that does not read
-OUTPUT_FLUSH_TIMEOUT_S = (
-    5.0  # for what a worker wrote before it exited, and for the console at last
-)
+OUTPUT_FLUSH_TIMEOUT_S = 5.0  # for the console at last
 STDERR_FD = 2
 MAX_LINE_BYTES = 1 << 16
 TAIL_LINES = 30
@@ -210,7 +205,6 @@ class PipeReader:
         self, fd: int, on_chunk: Callable[[bytes], object], on_end: Callable[[], object]
     ) -> None:
         self.fd = fd
-        self.is_flushed = threading.Event()  # what the worker wrote before it exited is passed on
         self.on_close: Callable[[], object] = lambda: None  # called before the descriptor closes
         self._on_chunk, self._on_end = on_chunk, on_end
         self._is_closed = False
@@ -238,7 +232,6 @@ class PipeReader:
             finally:
                 self.on_close()
                 os.close(self.fd)
-                self.is_flushed.set()
         return False
 
     def drain(self) -> None:
@@ -246,44 +239,28 @@ class PipeReader:
 
         A process that left the worker's session may hold the pipe open for a long time.
         """
-        if any(not self.read() for _ in range(MAX_DRAIN_CHUNKS)):
-            self.is_flushed.set()
+        for _ in range(MAX_DRAIN_CHUNKS):
+            if not self.read():
+                return
 
 
 class OutputThread:
     """The thread that reads and writes the output of all workers of an agent. Thread-safe.
 
-    Only the thread itself touches pipes, files and consoles that were handed to it.
+    Only the thread itself touches pipes, files and consoles that were handed to it. It also opens
+    and reads all other files of workers, because their file system may hang.
+
+    Args:
+        on_error: receives the error message, in the thread, if the thread fails.
     """
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards the next three fields
-        self._thread: threading.Thread | None = None
-        self._wake_fd = -1  # writing a byte to it wakes the thread
+    def __init__(self, on_error: Callable[[str], object]) -> None:
+        self._thread = LoopThread("workers-output", self._tick, on_error)
+        self.start = self._thread.start
+        self._lock = threading.Lock()  # guards the next field
         self._consoles: dict[object, Console] = {}  # by descriptor, or by stream if it has none
-        self._requests: deque[Callable[[], object]] = deque()  # calls for the thread to make
         self._readers: set[PipeReader] = set()  # of the pipes that are open
-        self._selector: selectors.BaseSelector | None = None  # while the thread runs
         self._deadline: float | None = None  # when a closing thread gives up
-
-    def start(self) -> None:
-        """Start the thread, unless it runs.
-
-        Raises:
-            OSError: The thread cannot be started, or there is no descriptor left.
-        """
-        with self._lock:
-            if self._thread is not None:
-                return
-            reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-            thread = daemon_thread(lambda: self._run(reading), "workers-output")
-            try:
-                start_thread(thread)
-            except OSError:
-                os.close(reading)
-                os.close(writing)
-                raise
-            self._thread, self._wake_fd = thread, writing
 
     def console(self, stream: Any) -> Console:
         """Return the console of a text stream or a descriptor; one for each descriptor."""
@@ -299,66 +276,40 @@ class OutputThread:
     def add(self, reader: PipeReader) -> None:
         """Begin to read a pipe."""
         os.set_blocking(reader.fd, False)
-        self._call(lambda: self._add(reader))
-
-    def drain(self, reader: PipeReader) -> None:
-        """Read what is left in the pipe of a worker that has exited."""
-        self._call(reader.drain)
+        self.call(lambda: self._add(reader))
 
     def close(self, timeout: float = OUTPUT_FLUSH_TIMEOUT_S) -> None:
         """End the thread once all is written, and wait for that at most `timeout` seconds."""
-        with self._lock:
-            thread, self._thread = self._thread, None
-        if thread is not None:
-            self._call(lambda: self._drain_and_end_by(monotonic() + timeout))
-            # A file system that hangs the thread must not hang the agent.
-            thread.join(timeout + 1.0)
+        self.call(lambda: self._drain_and_end_by(monotonic() + timeout))
+        # A file system that hangs the thread must not hang the agent.
+        self._thread.join(timeout + 1.0)
         for console in self._consoles.values():
             console.close()
 
-    def _call(self, request: Callable[[], object]) -> None:
-        self._requests.append(request)
-        with (
-            self._lock,
-            contextlib.suppress(OSError),
-        ):  # full, or the thread has exited
-            os.write(self._wake_fd, b"x")
+    def call(self, request: Callable[[], object]) -> None:
+        """Let the thread make a call. Errors of it are logged."""
+        self._thread.post(lambda: self._run_and_log_errors(request))
 
     # -- in the thread ---------------------------------------------------------------------------
 
-    def _run(self, wake_fd: int) -> None:
-        self._selector = selector = selectors.DefaultSelector()
-        selector.register(wake_fd, selectors.EVENT_READ)
-        while self._deadline is None or (self._has_pending and monotonic() < self._deadline):
-            for key, _ in selector.select(RETRY_INTERVAL_S if self._has_pending else None):
-                if key.fd == wake_fd:
-                    os.read(wake_fd, CHUNK_BYTES)
-                else:
-                    self._run_and_log_errors(key.data.read)
-            while self._requests:
-                self._run_and_log_errors(self._requests.popleft())
-            for console in list(self._consoles.values()):
-                console.flush()
-        for reader in list(self._readers):
-            self._run_and_log_errors(reader.close)
-        selector.close()
+    def _tick(self, now: float, _late_s: float) -> float:
         with self._lock:
-            os.close(wake_fd)
-            os.close(self._wake_fd)
-            self._wake_fd = -1
-
-    @property
-    def _has_pending(self) -> bool:
-        return any(console.has_pending for console in list(self._consoles.values()))
+            consoles = list(self._consoles.values())
+        for console in consoles:
+            console.flush()
+        has_pending = any(console.has_pending for console in consoles)
+        if self._deadline is not None and (not has_pending or now >= self._deadline):
+            for reader in list(self._readers):
+                self._run_and_log_errors(reader.close)
+            self._thread.end_now()
+        return now + RETRY_INTERVAL_S if has_pending else float("inf")
 
     def _add(self, reader: PipeReader) -> None:
-        selector = require_not_none(self._selector, "the selector of a running output thread")
-
         def forget() -> None:
-            selector.unregister(reader.fd)
+            self._thread.unwatch(reader.fd)
             self._readers.discard(reader)
 
-        selector.register(reader.fd, selectors.EVENT_READ, reader)
+        self._thread.watch(reader.fd, lambda: self._run_and_log_errors(reader.read))
         self._readers.add(reader)
         reader.on_close = forget
 
@@ -423,21 +374,10 @@ class WorkerOutput:
         self._worker_ends.close()
         self._agent_ends.close()
 
-    def wait_flushed(self, timeout: float = OUTPUT_FLUSH_TIMEOUT_S) -> bool:
-        """Wait until all that the exited worker wrote is in its files and offered to the console.
-
-        A process that left the worker's session may hold a pipe open: it is not waited for.
-
-        Args:
-            timeout: The time limit in seconds.
-
-        Returns:
-            True if all of it is there, False after the timeout.
-        """
-        deadline = monotonic() + timeout
+    def drain(self) -> None:
+        """Write what an exited worker has left in its pipes to its files, in the output thread."""
         for reader in self._readers:
-            self._thread.drain(reader)
-        return all(r.is_flushed.wait(max(0.0, deadline - monotonic())) for r in self._readers)
+            reader.drain()
 
     def tail(self) -> str:
         """Return the last lines of stderr; nothing if the worker has a terminal for it."""

@@ -17,7 +17,6 @@ import attrs
 from ..errors import ConfigError
 from .spec import Worker
 
-ERROR_FILE = "error.json"
 MAX_RANK = 99_999  # larger than any job that we know
 MAX_NAMED_RANKS = 10_000  # a query that names more would not fit into a store's entry
 
@@ -117,7 +116,6 @@ def _streams(text: str) -> Streams:
 class OutputFiles:
     """Files of one worker, and which of its streams are shown on the console."""
 
-    error_file: str  # the path of its error.json
     files: Mapping[Streams, str] = attrs.field(factory=dict)  # the path of each stream's file
     tee: Streams = Streams.NONE  # streams with a file that are also shown, line by line
     shown: Streams = Streams.ALL  # streams without a file that are shown
@@ -179,7 +177,6 @@ class OutputPlan:
         tee = tee if shown else Streams.NONE
         attempt_dir = log_dir.rpartition("/")[0]
         return OutputFiles(
-            error_file=f"{log_dir}/{ERROR_FILE}",
             files={s: f"{log_dir}/{name}.log" for s, name in NAMES.items() if s & kept},
             tee=tee,
             shown=Streams.ALL if shown else Streams.NONE,

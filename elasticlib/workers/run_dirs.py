@@ -13,13 +13,13 @@ import shutil
 import stat
 import tempfile
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from ..dir_lock import DirLock, close_lock, is_locked, try_lock_dir
 from ..errors import ConfigError, format_error
-from ..threads import daemon_thread, start_thread
-from .supervisor_client import SupervisorClient
+from ..threads import daemon_thread, only_logged, start_thread
+from .ledger import Ledger
 
 log = logging.getLogger("elasticlib.workers")
 
@@ -27,7 +27,6 @@ SHARED_MEMORY = "/dev/shm"
 MEMORY_PREFIX = "elasticlib-memory-"
 RUN_PREFIX = "elasticlib-workers-"
 UNLOCKED_PREFIX = "."  # A directory has this name until it is locked, and is not abandoned then.
-REMOVE_TIMEOUT_S = 10.0  # The first workers wait so long until abandoned memory is free.
 
 
 class RunDir:
@@ -37,16 +36,15 @@ class RunDir:
     named `elasticlib-workers-<random>`, and is removed when the agent exits or is killed.
     """
 
-    def __init__(
-        self, supervisor: SupervisorClient, log_dir: str | None, run_id: str, *, kept: bool
-    ) -> None:
-        self._supervisor = supervisor
+    def __init__(self, ledger: Ledger, log_dir: str | None, run_id: str, *, kept: bool) -> None:
+        self._ledger = ledger
         # The path is absolute because workers may change their working directory.
         self._log_dir = None if log_dir is None else os.path.abspath(os.path.expanduser(log_dir))
         self._run_id = run_id
         self.kept = kept
         self._path: Path | None = None  # once the directory has been created
         self._lock: DirLock | None = None  # of a directory that is not kept
+        self._creating = threading.Lock()  # several threads may need the directory at first
 
     @property
     def path(self) -> Path:
@@ -54,13 +52,14 @@ class RunDir:
 
         Raises:
             ConfigError: the directory cannot be created.
-            OSError: the supervisor process cannot be started.
+            OSError: the ledger has no place for the directory.
         """
-        if self._path is None:
-            self._path = self._create()
-            if not self.kept:
-                self._supervisor.add_directory(str(self._path))
-        return self._path
+        with self._creating:
+            if self._path is None:
+                self._path = self._create()
+                if not self.kept:
+                    self._ledger.add_directory(str(self._path))
+            return self._path
 
     def _create(self) -> Path:
         try:
@@ -89,9 +88,13 @@ class RunDir:
 
     def create_worker_dir(self, attempt: int, local_rank: int) -> Path:
         """Create and return the directory of one worker. Raises ConfigError or OSError."""
-        path = self.path / f"attempt_{attempt}" / str(local_rank)
+        path = self.attempt_dir(attempt) / str(local_rank)
         path.mkdir(parents=True, exist_ok=True)
         return path
+
+    def attempt_dir(self, attempt: int) -> Path:
+        """Return the directory of an attempt. Raises ConfigError or OSError."""
+        return self.path / f"attempt_{attempt}"
 
     def remove_attempts(self, keep: Collection[Path]) -> None:
         """Remove the directories of all attempts except `keep`, unless this directory is kept."""
@@ -105,7 +108,7 @@ class RunDir:
         if self._path is not None and not self.kept:
             shutil.rmtree(self._path, ignore_errors=True)
             close_lock(self._lock)
-            self._supervisor.remove_directory(str(self._path))
+            self._ledger.remove_directory(str(self._path))
             self._path = self._lock = None
 
 
@@ -117,19 +120,40 @@ class SnapshotDir:
     processes of the node are killed together, the next agent of the same user removes it.
     """
 
-    def __init__(self, supervisor: SupervisorClient) -> None:
-        self._supervisor = supervisor
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
         self._path: Path | None = None  # once the directory has been created
         self._inode = 0  # of that directory
         self._lock: DirLock | None = None  # locked as long as the directory is in use
         self._has_warned = False  # that the directory cannot be created
         self._cleaner: threading.Thread | None = None  # once `start_cleaning` was called
+        self.is_cleaning = False  # this thread runs
 
-    def start_cleaning(self) -> None:
-        """Start a thread that removes abandoned directories. Only the first call does this."""
+    def start_cleaning(self, on_done: Callable[[], object]) -> None:
+        """Start a thread that removes abandoned directories, and then calls a function.
+
+        Only the first call does this. Workers should not start before, so that memory is free.
+
+        Raises:
+            OSError: the thread cannot be started.
+        """
+
+        def clean() -> None:
+            try:
+                remove_abandoned_dirs()
+            finally:
+                self.is_cleaning = False
+                on_done()
+
         if self._cleaner is None:
-            self._cleaner = daemon_thread(remove_abandoned_dirs, "agent-cleans-up")
-            start_thread(self._cleaner)
+            thread = daemon_thread(clean, "agent-cleans-up", only_logged)
+            self.is_cleaning = True
+            try:
+                start_thread(thread)
+            except OSError:
+                self.is_cleaning = False
+                raise
+            self._cleaner = thread
 
     def attempt_dir(self, number: int) -> Path | None:
         """Return the directory of an attempt, or None if it cannot be created.
@@ -151,8 +175,6 @@ class SnapshotDir:
             return None
 
     def _create_attempt_dir(self, number: int) -> Path:
-        if self._cleaner is not None and self._cleaner.is_alive():
-            self._cleaner.join(REMOVE_TIMEOUT_S)
         parent = self._path
         if parent is None or _inode_of(parent) != self._inode:
             parent = self._create(parent)
@@ -171,7 +193,7 @@ class SnapshotDir:
             shutil.rmtree(path, ignore_errors=True)
             close_lock(self._lock)
             self._lock = None
-            self._supervisor.remove_directory(str(path))
+            self._ledger.remove_directory(str(path))
 
     def _create(self, path: Path | None) -> Path:
         """Create the directory; `path` is its previous path, or None if it was never created.
@@ -187,7 +209,7 @@ class SnapshotDir:
             with contextlib.suppress(OSError):  # A worker may have created it again.
                 path.mkdir(0o700)
             if not _inode_of(path):
-                self._supervisor.remove_directory(str(path))
+                self._ledger.remove_directory(str(path))
                 path = None
         close_lock(self._lock)
         if path is None:
@@ -195,7 +217,7 @@ class SnapshotDir:
         else:
             self._lock = try_lock_dir(path)
         self._path, self._inode = path, _inode_of(path)
-        self._supervisor.add_directory(str(path))
+        self._ledger.add_directory(str(path))
         return path
 
 

@@ -33,14 +33,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ..errors import ConfigError, format_error
 from ..untrusted import open_regular_file
 from . import stack_dump
-from .cleanup import stat_fields
-from .error_file import install_exception_hooks, record_exception
-from .worker_channel import CHANNEL_ENV, report_program_end
+from .error_file import FailureRecorder, enable_faulthandler
 
 if TYPE_CHECKING:
     from .spec import Function
 
-ARGV_ADDRESS_FIELD = 45  # index in /proc/PID/stat, after the command: address of the arguments
 UNFLUSHED_EXIT_CODE = 120  # Python's exit code when stdout cannot be flushed
 FLUSH_TIMEOUT_S, FLUSH_TURNS = 2.0, 40  # for files that the program left open
 _FILE_BASE = io.IOBase.__base__  # the base class of the files of the io module
@@ -57,23 +54,22 @@ def run_program(error_file: str, kind: str, name: str, *args: str) -> NoReturn:
         args: The arguments of the program, or the file for the function's return value.
     """
     main = _replace_main_module()
-    channel = os.environ.get(CHANNEL_ENV, "")
+    recorder = FailureRecorder(error_file)
     try:
-        install_exception_hooks(error_file)
+        enable_faulthandler()
+        recorder.install()
         stack_dump.install_dump_handler()
         if kind == "script":
             _run_script(main, name, args)
         elif kind == "module":
-            _run_module(name, args)
+            _run_module(name, args, recorder)
         else:
             _run_function(name, args[0])
         code = 0
     except BaseException as error:
-        record_exception(error)
-        if not isinstance(error, SystemExit):
-            report_program_end(channel, has_failed=True)  # a hook may block while it is shown
+        recorder.record(error)  # first, because a hook may block while the error is shown
         code = _report_exception(error)
-    report_program_end(channel, has_failed=code != 0)
+    recorder.report_program_end(code if code >= 0 else 1)
     exit_process(code)
 
 
@@ -88,20 +84,9 @@ def _replace_main_module() -> types.ModuleType:
     return main
 
 
-def _set_process_title(*command: str) -> None:
-    """Make `ps` and `sys.orig_argv` show the program instead of the command of this process.
-
-    The arguments are overwritten in the memory from which the kernel reads them. Their number stays
-    the same, because setproctitle finds their begin from their end.
-    """
+def _set_original_arguments(*command: str) -> None:
+    """Let `sys.orig_argv` have the command of the program instead of that of this process."""
     sys.orig_argv = [sys.executable, "-u", *command]
-    with contextlib.suppress(OSError):
-        first, *rest = Path("/proc/self/cmdline").read_bytes().split(b"\0")[:-1]
-        address = int(stat_fields(os.getpid())[ARGV_ADDRESS_FIELD])
-        size = sum(map(len, rest))
-        text = b" ".join(map(os.fsencode, sys.orig_argv[1:]))[:size].ljust(size)
-        if address and ctypes.string_at(address) == first:
-            ctypes.memmove(address + len(first) + 1, text + bytes(len(rest)), size + len(rest))
 
 
 def _prepend_sys_path(directory: str) -> None:
@@ -123,7 +108,7 @@ def _insert_path(path: str) -> None:
 
 def _run_script(main: types.ModuleType, path: str, args: tuple[str, ...]) -> None:
     sys.argv = [path, *args]
-    _set_process_title(path, *args)
+    _set_original_arguments(path, *args)
     if pkgutil.get_importer(path) is not None:
         # A directory or an archive with a __main__ module.
         _insert_path(path)
@@ -158,13 +143,13 @@ def _load_code(path: str, loader: Any) -> types.CodeType:
     return compile(text, path, "exec", dont_inherit=True)
 
 
-def _run_module(name: str, args: tuple[str, ...]) -> None:
+def _run_module(name: str, args: tuple[str, ...], recorder: FailureRecorder) -> None:
     sys.argv = ["-m", *args]
-    _set_process_title("-m", name, *args)
+    _set_original_arguments("-m", name, *args)
     _prepend_sys_path(os.getcwd())
     if _is_missing(name):
         # The message is runpy's. The record has the type of the error, for the report.
-        record_exception(ModuleNotFoundError(f"No module named {name}"))
+        recorder.record(ModuleNotFoundError(f"No module named {name}"))
         print(f"{sys.executable}: No module named {name}", file=sys.stderr)
         sys.exit(1)
     # The interpreter calls this function for -m.
@@ -194,7 +179,7 @@ def _run_function(payload: str, result: str) -> None:
     finally:
         del process._inheriting
     name = getattr(target, "__qualname__", "function")
-    _set_process_title(name)
+    _set_original_arguments(name)
     value = target(*args)
     temporary = Path(f"{result}.part")
     temporary.write_bytes(_pickled_value(value, name))
@@ -205,49 +190,16 @@ def _pickled_value(value: object, name: str) -> bytes:
     """Pickle the value that a function returned; `name` is its name, for the error.
 
     Raises:
-        TypeError: A part of the value cannot be pickled. The message names that part.
+        TypeError: The value cannot be pickled.
     """
     try:
         return pickle.dumps(value)
     except Exception as error:
-        path, part = _find_unpicklable(value, "value", set())
-        kind = f"{type(part).__module__}.{type(part).__qualname__}"
         raise TypeError(
-            f"cannot pickle what {name} returned on rank {os.environ.get('RANK')}: "
-            f"{path} of type {kind} ({format_error(error)}): "
-            "return plain data, or save it to a file and return its path"
+            f"cannot pickle what {name} returned on rank {os.environ.get('RANK')}, a "
+            f"{type(value).__qualname__} ({format_error(error)}): return plain data, or save it to "
+            "a file and return its path"
         ) from error
-
-
-def _find_unpicklable(value: object, path: str, seen: set[int]) -> tuple[str, object]:
-    """Find the innermost part of a value that cannot be pickled.
-
-    Args:
-        value: the value, which cannot be pickled as a whole.
-        path: the text that names the value.
-        seen: the ids of the objects that contain the value, because a value may contain itself.
-
-    Returns:
-        The path of the part, and the part itself. An item of a set has no path, so the set counts
-        as the innermost part.
-    """
-    seen.add(id(value))
-    for step, part in _parts_of(value):
-        if id(part) in seen:
-            continue
-        try:
-            pickle.dumps(part)
-        except Exception:
-            return _find_unpicklable(part, path + step, seen)
-    return path, value
-
-
-def _parts_of(value: object) -> list[tuple[str, object]]:
-    if isinstance(value, dict):
-        return [(f"[{key!r}]", part) for key, part in value.items()]
-    if isinstance(value, (list, tuple)):
-        return [(f"[{index}]", part) for index, part in enumerate(value)]
-    return [(f".{name}", part) for name, part in getattr(value, "__dict__", {}).items()]
 
 
 # -- the exit of the process -----------------------------------------------------------------------
@@ -443,8 +395,8 @@ def _can_import_main() -> bool:
     return "init_main_from_name" in data or os.path.isfile(data.get("init_main_from_path", ""))
 
 
-def write_payload(path: Path, function: Function) -> None:
-    """Write the file that `run_program` reads for a function.
+def make_payload(function: Function) -> bytes:
+    """Return the content of the file that `run_program` reads for a function.
 
     Raises:
         ConfigError: The function cannot be sent to another process.
@@ -453,7 +405,7 @@ def write_payload(path: Path, function: Function) -> None:
     # These values describe children of multiprocessing, which a worker is not.
     for name in ("authkey", "log_to_stderr", "log_level", "start_method"):
         preparation.pop(name, None)
-    path.write_bytes(pickle.dumps((preparation, pickled(function))))
+    return pickle.dumps((preparation, pickled(function)))
 
 
 def read_result(path: Path) -> tuple[Any, str]:

@@ -331,7 +331,6 @@ def worker_environment(
     worker: Worker,
     inherited: Mapping[str, str],
     *,
-    error_file: str,
     cores: int,
 ) -> dict[str, str]:
     """Return the environment of a worker: torchrun's variables and elasticlib's.
@@ -340,7 +339,6 @@ def worker_environment(
         group: The worker's group.
         worker: The worker.
         inherited: The agent's environment.
-        error_file: The path of the worker's error.json.
         cores: The number of CPUs of the node, to be shared by its workers.
 
     Raises:
@@ -363,7 +361,7 @@ def worker_environment(
         "TORCHELASTIC_RESTART_COUNT": group.restarts,
         "TORCHELASTIC_MAX_RESTARTS": group.max_restarts,
         "TORCHELASTIC_USE_AGENT_STORE": group.use_agent_store,
-        "TORCHELASTIC_ERROR_FILE": error_file,
+        "TORCHELASTIC_ERROR_FILE": "",  # known once the directory of the worker exists
         "ELASTICLIB_GENERATION": group.generation,
         "ELASTICLIB_INCARNATION": group.incarnation,
         # With virtual_local_rank, LOCAL_RANK differs from the worker's local rank.
@@ -448,6 +446,24 @@ def visible_device_for(local_rank: int, inherited: Mapping[str, str]) -> str:
     return devices[local_rank]
 
 
-def substitute_local_rank(args: tuple[str, ...], local_rank: int) -> tuple[str, ...]:
-    """Return the arguments with torchrun's macro `${local_rank}` replaced by the local rank."""
-    return tuple(arg.replace(LOCAL_RANK_MACRO, str(local_rank)) for arg in args)
+def make_program(
+    entrypoint: Entrypoint, local_rank: int, payload_file: str, result_file: str
+) -> tuple[str, ...]:
+    """Return the kind of a worker's program, its name and its arguments; see `run_program`.
+
+    torchrun's macro `${local_rank}` in an argument is replaced by the local rank.
+
+    Args:
+        entrypoint: the program.
+        local_rank: the worker's local rank.
+        payload_file: the path of the file from which the worker reads a function.
+        result_file: the path of the file to which the worker writes the function's value.
+    """
+    if isinstance(entrypoint, Function):
+        return ("function", payload_file, result_file)
+    args = (arg.replace(LOCAL_RANK_MACRO, str(local_rank)) for arg in entrypoint.args)
+    if isinstance(entrypoint, Script):
+        return ("script", entrypoint.path, *args)
+    if isinstance(entrypoint, Module):
+        return ("module", entrypoint.name, *args)
+    return ("command", entrypoint.program, *args)

@@ -2,7 +2,9 @@
 
 The worker reports its steps, saves and calls of `should_stop`; the agent writes its requests. Each
 word of the page has one writer, and is read and written as a whole, so neither side takes a lock.
-A worker is trusted as much as its agent's user; the kernel only prevents that the page is shortened
+What the agent must know at once is also announced by a byte in a pipe of the agent, which
+the worker opens by its path and closes again; so the agent does not poll the page. A worker is
+trusted as much as its agent's user; the kernel only prevents that the page is shortened
 while the agent has it mapped. Workers import this module.
 """
 
@@ -14,7 +16,6 @@ import json
 import mmap
 import os
 import sys
-import threading
 from collections.abc import Mapping
 
 import attrs
@@ -22,20 +23,15 @@ import attrs
 from ..clock import monotonic
 from ..errors import ConfigError
 from ..untrusted import read_object
-from .interface import (
-    NO_STEP,
-    RESTORE_SOURCES,
-    STOP_REASONS,
-    Heartbeat,
-    RestoreReport,
-    StopNotice,
-)
+from .heartbeat import NO_STEP, RESTORE_SOURCES, Heartbeat, RestoreReport
+from .interface import STOP_REASONS, WorkerView
 
 CHANNEL_ENV = "ELASTICLIB_CHANNEL"  # holds the path of the page in a worker's environment
 PAGE_BYTES = 8192
-LAYOUT_VERSION = (0x656C6173 << 32) + 3  # "elas", and the version of the words below
+LAYOUT_VERSION = (0x656C6173 << 32) + 5  # "elas", and the version of the words below
 NUM_STEP_DURATIONS = 32  # enough for a median of the recent steps
 FIRST_POLL_TIMEOUT_S = 10.0  # a worker that starts to train calls should_stop within this time
+CALLS_SETTLE_S = 0.001  # see `WorkerChannel.request_stop`
 
 # Words that the agent writes once.
 _LAYOUT = 0
@@ -73,8 +69,9 @@ _ACCEPTED = 28  # number of the last assignment that the worker accepted
 _LEFT = 29  # 1 + number of the last assignment whose group the worker has left
 _FAILED_GROUP = 30  # number of the assignment in whose group something failed
 
-_PROGRAM_END = 31  # 0 while the program runs, then one of these two
-_SUCCEEDED, _FAILED = 1, 2
+_HAS_FINISHED = 31  # the program has finished, and its process may exist
+_EXIT_CODE = 39  # of the program; 0 while it runs
+_FAILED_AT = 40  # seconds of the wall clock: the first failure of the program
 
 # Words that the agent writes.
 _STOP_REQUESTED = 32
@@ -83,6 +80,7 @@ _STOP_REASON = 34  # index in STOP_REASONS
 _STOP_DEADLINE = 35  # seconds
 _ASSIGNED = 36  # number of the last assignment that the agent published
 _LAST_FINISHED_GROUP = 37  # number of the last assignment whose group has finished
+_WAKE_FD = 38  # the number of the pipe's writing end in the agent; 0 without one
 
 _DURATIONS = 64  # NUM_STEP_DURATIONS words of the worker
 _SLOW_IMPORTS = 96  # the length in bytes of JSON in the words that follow; 0 without a report
@@ -113,6 +111,7 @@ class WorkerChannel:
     def __init__(self, path: str) -> None:
         self.path = path
         self._fd = -1  # the memory file in the agent, which created it; -1 in the worker
+        self._requested_at: float | None = None  # in the agent: time of the last `request_stop`
         fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             layout = int.from_bytes(os.pread(fd, 8, 8 * _LAYOUT), sys.byteorder)
@@ -132,8 +131,11 @@ class WorkerChannel:
         self._seconds = self._view.cast("d")  # the same words as floating point numbers
 
     @classmethod
-    def create(cls) -> WorkerChannel:
+    def create(cls, wake_fd: int = 0) -> WorkerChannel:
         """Create a channel without a name in any directory; it exists while a process has it open.
+
+        Args:
+            wake_fd: the descriptor of a pipe that gets a byte when `view` should be called again.
 
         Raises:
             OSError: The memory or the file descriptor cannot be had.
@@ -152,6 +154,7 @@ class WorkerChannel:
             raise
         channel._fd = fd
         channel._words[_STEP] = channel._words[_SAVED_STEP] = NO_STEP
+        channel._words[_WAKE_FD] = wake_fd
         return channel
 
     def close(self) -> None:
@@ -182,10 +185,13 @@ class WorkerChannel:
         """Begin a call of `should_stop`; return whether it must block for the agent's answer.
 
         The worker writes before it reads, and so does the agent: at least one of them sees what the
-        other has written.
+        other has written. This relies on the order of a store and a load of different words, which
+        a processor may change, and Python has no fence. See `request_stop` for what makes it safe.
         """
         words = self._words
         words[_CALL_STARTED] = call
+        if call == 1:
+            self._wake_agent()  # The agent can give notices to this worker from now on.
         self._seconds[_ACTIVE_AT] = now
         if words[_STOP_REQUESTED]:
             return True
@@ -195,6 +201,7 @@ class WorkerChannel:
     def block_call(self, call: int) -> None:
         """Report that this call waits until the agent names the call at which all ranks stop."""
         self._words[_CALL_BLOCKED] = call
+        self._wake_agent()
 
     def finish_call(self, call: int) -> None:
         """Report that this call returns None."""
@@ -275,25 +282,42 @@ class WorkerChannel:
     def set_can_regroup(self, can_regroup: bool = True) -> None:
         """Report whether the worker can leave its group and continue in another one."""
         self._words[_CAN_REGROUP] = can_regroup
+        self._wake_agent()
 
     def report_left_group(self, assignment: int) -> None:
         """Report that the worker has left the group of this assignment; 0 if it was in none."""
         self._words[_LEFT] = assignment + 1
+        self._wake_agent()
 
     def report_group_failure(self, assignment: int) -> None:
         """Report that something failed in the group of this assignment, such as a lost peer."""
         self._words[_FAILED_GROUP] = assignment
+        self._wake_agent()
 
-    def report_program_end(self, pid: int, *, has_failed: bool) -> None:
-        """Report that the worker's program has ended. Its process may need long to exit.
+    def report_program_end(self, exit_code: int, now: float) -> None:
+        """Report that the worker's program has finished. Its process may need long to exit.
 
         Args:
-            pid: the calling process; only the worker itself reports.
-            has_failed: the program has raised, or exits with another code than 0.
+            exit_code: the exit code; not 0 if the program has raised.
+            now: the time of the wall clock. The time of the first failure is kept.
         """
-        words = self._words
-        if pid in (words[_WORKER_PID], words[_OWNER_PID]):
-            words[_PROGRAM_END] = _FAILED if has_failed else _SUCCEEDED
+        if exit_code:
+            self._seconds[_FAILED_AT] = self._seconds[_FAILED_AT] or now
+        self._words[_EXIT_CODE] = exit_code
+        self._words[_HAS_FINISHED] = 1
+        self._wake_agent()
+
+    def _wake_agent(self) -> None:
+        """Let the agent look at this page now."""
+        wake_fd = self._words[_WAKE_FD]
+        with contextlib.suppress(OSError):  # The agent has exited, or the pipe is full.
+            if wake_fd:
+                path = f"{os.path.dirname(self.path)}/{wake_fd}"
+                fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+                try:
+                    os.write(fd, b"x")
+                finally:
+                    os.close(fd)
 
     @property
     def finished_group(self) -> int:
@@ -324,29 +348,46 @@ class WorkerChannel:
         """Let only this process report, although its children may claim the channel first."""
         self._words[_WORKER_PID] = pid
 
+    def view(self, name: str, *, is_member: bool, has_called_should_stop: bool) -> WorkerView:
+        """Return what the agent knows of the worker.
+
+        Args:
+            name: the worker's name, for logs.
+            is_member: the worker is a member of the group.
+            has_called_should_stop: an earlier worker of this node has called `should_stop`. Then
+                this one is expected to call it as well: otherwise it would lose the steps since its
+                last save.
+        """
+        words, now = self._words, monotonic()
+        has_called = has_called_should_stop or self.has_called_should_stop
+        # The worker has left its last group, or has never been in one.
+        is_ready = bool(words[_CAN_REGROUP]) and words[_LEFT] > words[_ASSIGNED]
+        return WorkerView(
+            name=name,
+            is_ready=is_ready,
+            can_regroup=bool(words[_CAN_REGROUP]),
+            has_left=is_ready and words[_ASSIGNED] > 0,
+            group_failed=is_member and 0 < words[_ASSIGNED] == words[_FAILED_GROUP],
+            takes_notices=is_member and (has_called or self._will_call_should_stop(now)),
+            has_called_should_stop=has_called,
+            stop_call=self._earliest_stop_call(now) if is_member else None,
+            has_failed=words[_EXIT_CODE] != 0,
+            has_returned=words[_HAS_FINISHED] != 0 and words[_EXIT_CODE] == 0,
+            heartbeat=self.heartbeat(),
+        )
+
+    @property
+    def failure(self) -> tuple[float, int]:
+        """The time of the wall clock when the program failed, and its exit code.
+
+        The time is infinite, and the code is 0, if no failure was reported.
+        """
+        code = self._words[_EXIT_CODE]
+        return (self._seconds[_FAILED_AT], code) if code else (float("inf"), 0)
+
     @property
     def can_regroup(self) -> bool:
         return bool(self._words[_CAN_REGROUP])
-
-    @property
-    def is_standby(self) -> bool:
-        """Return whether the worker can regroup and is ready for its next assignment."""
-        words = self._words
-        return bool(words[_CAN_REGROUP]) and words[_LEFT] > words[_ASSIGNED]
-
-    @property
-    def has_ended(self) -> bool:
-        """Return whether the worker's program has ended."""
-        return self._words[_PROGRAM_END] != 0
-
-    @property
-    def has_failed(self) -> bool:
-        """Return whether the worker's program has ended with a failure."""
-        return self._words[_PROGRAM_END] == _FAILED
-
-    @property
-    def has_group_failure(self) -> bool:
-        return 0 < self._words[_ASSIGNED] == self._words[_FAILED_GROUP]
 
     @property
     def _is_between_groups(self) -> bool:
@@ -373,16 +414,17 @@ class WorkerChannel:
                 f"got {len(text)}"
             )
         self._words[_STOP_REQUESTED] = self._words[_STOP_CALL] = 0
+        self._requested_at = None
         content = len(text).to_bytes(8, sys.byteorder) + text
         self._view[_ASSIGNMENT : _ASSIGNMENT + len(content)] = content
         self._words[_ASSIGNED] += 1
 
     @property
-    def polls_should_stop(self) -> bool:
-        """Return whether the worker has called `should_stop`."""
+    def has_called_should_stop(self) -> bool:
+        """Return whether the worker has called `should_stop` in its group."""
         return self._words[_CALL_STARTED] > 0
 
-    def will_poll_should_stop(self, now: float) -> bool:
+    def _will_call_should_stop(self, now: float) -> bool:
         """Return whether the first call of `should_stop` is expected soon.
 
         This is so if the worker has reported within the last FIRST_POLL_TIMEOUT_S that its first
@@ -402,17 +444,28 @@ class WorkerChannel:
         return self._words[_DUMPER_PID], self._words[_DUMPER_FD]
 
     def request_stop(self, reason: str, deadline: float) -> None:
-        """Make the next call of `should_stop` block until `set_stop_call`."""
+        """Make the next call of `should_stop` block until `set_stop_call`.
+
+        The agent may read the worker's calls only when the worker surely sees the request, or has
+        surely shown the call that does not see it. So `view` shows a call only at least
+        CALLS_SETTLE_S after the request, and in a later turn of the agent's loop, that is after a
+        system call. By then, each processor has long written back its stores; an architecture that
+        delayed a store for longer would break the agreement on the call.
+        """
         self._words[_STOP_REASON] = STOP_REASONS.index(reason)
         self._seconds[_STOP_DEADLINE] = deadline
         self._words[_STOP_REQUESTED] = 1
+        if self._requested_at is None:
+            self._requested_at = monotonic()
 
-    def earliest_stop_call(self) -> int | None:
+    def _earliest_stop_call(self, now: float) -> int | None:
         """Return the first call of `should_stop` at which the worker can stop.
 
-        Returns None while the worker is inside a call that does not wait for the agent yet. Valid
-        after `request_stop`.
+        Returns None while that is not known: no stop was requested, or it was requested just now,
+        or the worker is inside a call that does not wait for the agent yet.
         """
+        if self._requested_at is None or now < self._requested_at + CALLS_SETTLE_S:
+            return None
         words = self._words
         if self._is_between_groups:
             return 1
@@ -478,174 +531,5 @@ class WorkerChannel:
         )
 
 
-def report_program_end(path: str, *, has_failed: bool) -> None:
-    """Report to the agent that the program of this process has ended.
-
-    Args:
-        path: the value of CHANNEL_ENV when the program began; empty without an agent.
-        has_failed: the program has raised, or exits with another code than 0.
-    """
-    with contextlib.suppress(OSError, ConfigError):  # the agent has exited
-        if path:
-            channel = WorkerChannel(path)
-            channel.report_program_end(os.getpid(), has_failed=has_failed)
-            channel.close()
-
-
 def _number(layout: int) -> int:
     return layout & 0xFFFFFFFF
-
-
-class WorkerChannels:
-    """The agent's ends of the channels of one worker group, by local rank. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()  # guards all fields
-        self._open: dict[int, WorkerChannel] = {}  # of the workers that run
-        self._standby: set[int] = set()  # workers that were started in no group
-        self._final: dict[int, Heartbeat] = {}  # last heartbeats of this group's exited workers
-        self._deadline = 0.0  # of the stop that was requested last
-        self._has_polled = False  # a worker that has exited or regrouped called should_stop
-
-    def open(self, local_rank: int, *, is_standby: bool = False) -> str:
-        """Create the channel of a worker that is about to start, and return its path.
-
-        Args:
-            local_rank: The worker's local rank.
-            is_standby: The worker is in no group until it gets an assignment.
-
-        Raises:
-            OSError: The memory or the file descriptor cannot be had.
-        """
-        with self._lock:
-            self._open[local_rank] = channel = WorkerChannel.create()
-            if is_standby:
-                self._standby.add(local_rank)
-            return channel.path
-
-    def close(self, local_rank: int) -> None:
-        """Close the channel of a worker that has exited, and remember its last heartbeat."""
-        with self._lock:
-            channel = self._open.pop(local_rank, None)
-            self._standby.discard(local_rank)
-            if channel is not None:
-                self._has_polled = self._has_polled or channel.polls_should_stop
-                self._final[local_rank] = channel.heartbeat()
-                channel.close()
-
-    def close_all(self) -> None:
-        with self._lock:
-            for local_rank in list(self._open):
-                self.close(local_rank)
-
-    def start_group(self) -> None:
-        """Forget the last heartbeats of workers that have exited, because a new group starts."""
-        with self._lock:
-            self._final.clear()
-
-    def set_worker_pid(self, local_rank: int, pid: int) -> None:
-        with self._lock:
-            self._open[local_rank].set_worker_pid(pid)
-
-    def publish_assignment(self, local_rank: int, variables: Mapping[str, str]) -> None:
-        """Make the worker a member of the group, with these variables.
-
-        Raises:
-            OSError: The variables are too long.
-        """
-        with self._lock:
-            channel = self._open[local_rank]
-            self._standby.discard(local_rank)
-            self._has_polled = self._has_polled or channel.polls_should_stop
-            try:
-                channel.publish_assignment(variables)
-            except ValueError as error:
-                raise OSError(str(error)) from error
-
-    def regroupable_ranks(self) -> set[int]:
-        """Return the local ranks of workers that can join another group or are in no group."""
-        with self._lock:
-            return self._standby | {n for n, page in self._open.items() if page.can_regroup}
-
-    def leave_group(self) -> None:
-        """Report to all members that their group has finished."""
-        with self._lock:
-            for channel in self._members():
-                channel.request_leave()
-
-    def has_group_failure(self) -> bool:
-        """Return whether a member has reported that its group failed."""
-        with self._lock:
-            return any(page.has_group_failure for page in self._members())
-
-    def standby_ranks(self) -> dict[int, bool]:
-        """Return the workers that are in no group, as {local rank: ready for an assignment}."""
-        with self._lock:
-            ready = {local: page.is_standby for local, page in self._open.items()}
-            return {n: is_ready for n, is_ready in ready.items() if is_ready or n in self._standby}
-
-    def notify(self, notice: StopNotice) -> bool:
-        """Request a stop from all members; return False if none of them calls `should_stop`.
-
-        If a worker of an earlier group called it, the members are expected to call it as well:
-        otherwise they would lose the steps since their last save.
-        """
-        with self._lock:
-            now, channels = monotonic(), self._members()
-            if not self._has_polled and not any(
-                page.polls_should_stop or page.will_poll_should_stop(now) for page in channels
-            ):
-                return False
-            self._deadline = now + notice.grace_s
-            for channel in channels:
-                channel.request_stop(notice.reason, self._deadline)
-            return True
-
-    def takes_notices(self) -> bool:
-        """Return whether a worker has called `should_stop`, in this or an earlier group."""
-        with self._lock:
-            return self._has_polled or any(page.polls_should_stop for page in self._open.values())
-
-    def earliest_stop_call(self) -> int | None:
-        """Return the first call of `should_stop` at which all members can stop.
-
-        Returns None while one of them is inside a call that does not wait for the agent yet.
-        """
-        with self._lock:
-            calls = [channel.earliest_stop_call() for channel in self._members()]
-            known = [call for call in calls if call is not None]
-            return max(known, default=1) if len(known) == len(calls) else None
-
-    def stop_at_call(self, call: int, notice: StopNotice) -> None:
-        """Make all members stop at this call, for the reason of this notice.
-
-        The deadline of the request is never later than the deadline that `notify` has set.
-        """
-        with self._lock:
-            deadline = min(self._deadline, monotonic() + notice.grace_s)
-            for channel in self._members():
-                channel.set_stop_call(call, notice.reason, deadline)
-
-    def ended_programs(self) -> dict[int, bool]:
-        """Return the workers whose program has ended, as {local rank: it has failed}."""
-        with self._lock:
-            ended = {local: page for local, page in self._open.items() if page.has_ended}
-            return {local: page.has_failed for local, page in ended.items()}
-
-    def heartbeats(self) -> dict[int, Heartbeat]:
-        with self._lock:
-            return {local: channel.heartbeat() for local, channel in self._open.items()}
-
-    def final_heartbeats(self) -> dict[int, Heartbeat]:
-        """Return `heartbeats`, and the last ones of this group's workers that have exited."""
-        with self._lock:
-            return {**self._final, **self.heartbeats()}
-
-    def stack_dumpers(self) -> dict[int, tuple[int, int]]:
-        """Return the process and the descriptor of each worker that can write its stacks."""
-        with self._lock:
-            found = {local: channel.stack_dumper for local, channel in self._open.items()}
-        return {local: dumper for local, dumper in found.items() if dumper[0]}
-
-    def _members(self) -> list[WorkerChannel]:
-        return [page for local, page in self._open.items() if local not in self._standby]

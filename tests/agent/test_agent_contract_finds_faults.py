@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 
@@ -14,13 +14,22 @@ import attrs
 import pytest
 
 from elasticlib import Command, ElasticAgent, LocalWorkers, RunResult
+from elasticlib.agent.messages import (
+    ComponentFailed,
+    Effect,
+    Event,
+    StartWorkers,
+    StopWorkers,
+    WorkerExited,
+)
 from elasticlib.testing import AgentContract, AgentRequest, RegroupContract
 from elasticlib.testing.agent_job import AgentJob
 from elasticlib.testing.worker_harness import WorkerHarness
 from elasticlib.workers.exits import WorkerExit
+from elasticlib.workers.interface import StopHow, WorkerView
 from elasticlib.workers.spec import WorkerGroup
 
-OnExit = Callable[[int], None]
+OnExit = Callable[[WorkerExit, str], None]
 Fault = type[ElasticAgent] | type[LocalWorkers]
 CREATED: list[LocalWorkers] = []
 
@@ -30,23 +39,27 @@ def make_workers(kind: type[LocalWorkers] = LocalWorkers) -> LocalWorkers:
     return CREATED[-1]
 
 
-class ReportsNoExit(ElasticAgent):
+class ReportsNoExit(LocalWorkers):
     def start(self, group: WorkerGroup, on_exit: OnExit) -> None:
         del on_exit
-        super().start(group, lambda _: None)
+        super().start(group, lambda *_: None)
 
 
-class ReportsExitOfOtherWorker(ElasticAgent):
+class ReportsExitOfOtherWorker(LocalWorkers):
     def start(self, group: WorkerGroup, on_exit: OnExit) -> None:
-        super().start(group, lambda local_rank: on_exit(1 - local_rank))
+        def report(exit_: WorkerExit, unfit: str) -> None:
+            other = attrs.evolve(exit_, local_rank=1 - exit_.local_rank, rank=1 - exit_.rank)
+            on_exit(other, unfit)
+
+        super().start(group, report)
 
 
-class StartsTooFewWorkers(ElasticAgent):
+class StartsTooFewWorkers(LocalWorkers):
     def start(self, group: WorkerGroup, on_exit: OnExit) -> None:
         super().start(attrs.evolve(group, workers=group.workers[:-1]), on_exit)
 
 
-class StartsFirstGenerationAgain(ElasticAgent):
+class StartsFirstGenerationAgain(LocalWorkers):
     first: WorkerGroup | None = None
 
     def start(self, group: WorkerGroup, on_exit: OnExit) -> None:
@@ -54,7 +67,7 @@ class StartsFirstGenerationAgain(ElasticAgent):
         super().start(self.first, on_exit)
 
 
-class StartsWorkersInOtherSession(ElasticAgent):
+class StartsWorkersInOtherSession(LocalWorkers):
     def start(self, group: WorkerGroup, on_exit: OnExit) -> None:
         entrypoint = group.spec.entrypoint
         assert isinstance(entrypoint, Command)
@@ -63,75 +76,94 @@ class StartsWorkersInOtherSession(ElasticAgent):
         super().start(attrs.evolve(group, spec=spec), on_exit)
 
 
-class ReportsLocalRanks(ElasticAgent):
-    def reap(self, local_rank: int) -> WorkerExit:
-        return attrs.evolve(super().reap(local_rank), rank=local_rank)
+class ReportsLocalRanks(LocalWorkers):
+    def start(self, group: WorkerGroup, on_exit: OnExit) -> None:
+        def report(exit_: WorkerExit, unfit: str) -> None:
+            on_exit(attrs.evolve(exit_, rank=exit_.local_rank), unfit)
+
+        super().start(group, report)
 
 
-class ReportsFailureAsSuccess(ElasticAgent):
-    def reap(self, local_rank: int) -> WorkerExit:
-        return attrs.evolve(super().reap(local_rank), returncode=0)
+class ReportsFailureAsSuccess(LocalWorkers):
+    def start(self, group: WorkerGroup, on_exit: OnExit) -> None:
+        super().start(group, lambda exit_, unfit: on_exit(attrs.evolve(exit_, returncode=0), unfit))
 
 
-class KeepsReapedWorkers(LocalWorkers):
-    def running(self) -> dict[int, str]:
-        return super().running() or {0: "the first", 1: "the second"}
+class TakesLateExitsForNewOnes(ElasticAgent):
+    last_start = 0
+
+    def execute(self, effect: Effect) -> None:
+        if isinstance(effect, StartWorkers):
+            self.last_start = effect.start
+        super().execute(effect)
+
+    def post(self, event: Event) -> None:
+        if isinstance(event, WorkerExited):
+            event = attrs.evolve(event, start=self.last_start)
+        super().post(event)
 
 
 class ForgetsStoppedWorkers(ElasticAgent):
-    def start(self, group: WorkerGroup, on_exit: OnExit) -> None:
-        stop = self.workers.stop
+    start = 0
 
-        def stop_and_forget(local_ranks: Collection[int], *, force: bool = False) -> None:
-            stop(local_ranks, force=force)
+    def execute(self, effect: Effect) -> None:
+        if isinstance(effect, StartWorkers):
+            self.start = effect.start
+        super().execute(effect)
+        if isinstance(effect, StopWorkers):
+            for local in effect.local_ranks:
+                exit_ = WorkerExit(local, local, 1, -15, stop_was_requested=True)
+                self.post(WorkerExited(self.start, exit_))
             self.workers = make_workers()
-
-        self.workers.stop = stop_and_forget  # type: ignore[method-assign]
-        super().start(group, on_exit)
 
 
 class KillsWithoutSigterm(LocalWorkers):
-    def stop(self, local_ranks: Collection[int], *, force: bool = False) -> None:
-        del force
-        super().stop(local_ranks, force=True)
+    def stop(self, local_ranks: Collection[int], how: StopHow) -> None:
+        del how
+        super().stop(local_ranks, StopHow.KILL)
 
 
 class NeverKills(LocalWorkers):
-    def stop(self, local_ranks: Collection[int], *, force: bool = False) -> None:
-        del force
-        super().stop(local_ranks)
+    def stop(self, local_ranks: Collection[int], how: StopHow) -> None:
+        super().stop(local_ranks, min(how, StopHow.TERM))
 
-    def kill_and_wait(self) -> None:
+    def close(self, grace_s: float = 0.0) -> None:
         self.__class__ = LocalWorkers  # type: ignore[assignment]
-        self.kill_and_wait()
+        self.close(grace_s)
 
 
 class LeavesWorkersRunning(LocalWorkers):
-    def kill_and_wait(self) -> None:
-        pass
-
-    def close(self) -> None:
+    def close(self, grace_s: float = 0.0) -> None:
         pass
 
 
 class FailsOnSecondClose(LocalWorkers):
     closed = False
 
-    def close(self) -> None:
-        super().close()
+    def close(self, grace_s: float = 0.0) -> None:
+        super().close(grace_s)
         if self.closed:
             raise AttributeError("closed twice")
         self.closed = True
 
 
+class GoesOnAfterAnException(ElasticAgent):
+    def post(self, event: Event) -> None:
+        if not isinstance(event, ComponentFailed):
+            super().post(event)
+
+
 class RestartsAllWorkers(LocalWorkers):
-    def regroupable_ranks(self) -> set[int]:
-        return set()
+    def view(self) -> Mapping[int, WorkerView]:
+        return {n: attrs.evolve(one, can_regroup=False) for n, one in super().view().items()}
 
 
 class AdmitsNoWorker(LocalWorkers):
-    def standby_ranks(self) -> dict[int, bool]:
-        return {local: ready and local == 1 for local, ready in super().standby_ranks().items()}
+    def view(self) -> Mapping[int, WorkerView]:
+        return {
+            n: attrs.evolve(one, is_ready=one.is_ready and n == 1)
+            for n, one in super().view().items()
+        }
 
 
 class RaisesOnFailure(ElasticAgent):
@@ -163,11 +195,13 @@ FAULTS = [
     (ReportsLocalRanks, "test_failure_on_one_node_restarts_both_and_both_report_the_cause"),
     (ReportsFailureAsSuccess, "test_killed_worker_counts_as_failed"),
     (ReportsFailureAsSuccess, "test_program_that_does_not_exist_is_reported_as_failure"),
-    (KeepsReapedWorkers, "test_repeated_or_late_exit_callback_is_ignored"),
+    (TakesLateExitsForNewOnes, "test_repeated_or_late_exit_callback_is_ignored"),
     (ForgetsStoppedWorkers, "test_joining_node_restarts_workers_without_using_a_restart"),
     (KillsWithoutSigterm, "test_worker_that_ignores_sigterm_is_killed_after_the_timeout"),
     (NeverKills, "test_worker_that_ignores_sigterm_is_killed_after_the_timeout"),
-    (LeavesWorkersRunning, "test_exception_of_workers_ends_the_run_with_its_message"),
+    (LeavesWorkersRunning, "test_child_processes_that_workers_leave_are_killed_at_the_end"),
+    (GoesOnAfterAnException, "test_exception_of_an_effect_ends_the_run_with_its_message"),
+    (StartsTooFewWorkers, "test_start_that_fails_halfway_uses_a_restart_and_leaves_no_process"),
     (FailsOnSecondClose, "test_run_succeeds_if_all_workers_succeed"),
     (RaisesOnFailure, "test_program_that_does_not_exist_is_reported_as_failure"),
     (ReturnsNothing, "test_run_succeeds_if_all_workers_succeed"),

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import pytest
 from single_worker_agent import OneWorker, Run, running
 
 from elasticlib import DynamicRendezvousHandler, MemoryStore, Node, WorkerState
 from elasticlib.errors import ConfigError
-from elasticlib.rendezvous.local_node import LocalNode
 from elasticlib.rendezvous.membership import RendezvousSettings, RendezvousTimeouts
+from elasticlib.rendezvous.node import RendezvousNode
 from elasticlib.rendezvous.store_layout import StoreKeys
 from elasticlib.testing.rendezvous_cluster import FakeBootstrapStore
 from elasticlib.testing.waiting import wait_until
-from elasticlib.workers.spec import WorkerGroup
+from elasticlib.workers.exits import WorkerExit
+from elasticlib.workers.interface import StopHow, WorkerView
+from elasticlib.workers.spec import WorkerGroup, WorkerSpec
 
 TIMEOUT_S = 60.0
 LOOP_TIMEOUT_S = 1.0
-UNKNOWN_LOCAL_RANK = 7  # an exit of this worker is reported to wake the event loop
 
 
 class RecordingWorker(OneWorker):
@@ -33,30 +34,36 @@ class RecordingWorker(OneWorker):
         self._is_blocked, self._is_released = threading.Event(), threading.Event()
         self._is_released.set()
 
-    def start(self, group: WorkerGroup, on_exit: Callable[[int], None]) -> None:
+    def prepare(
+        self, spec: WorkerSpec, on_ready: Callable[[str], None], on_change: Callable[[], None]
+    ) -> None:
+        super().prepare(spec, on_ready, on_change)
+        self._on_change = on_change
+
+    def start(self, group: WorkerGroup, on_exit: Callable[[WorkerExit, str], None]) -> None:
         self.history.append("start")
         super().start(group, on_exit)
         self.groups.append((group.generation, group.group_world_size))
 
-    def stop(self, local_ranks: Collection[int], *, force: bool = False) -> None:
+    def stop(self, local_ranks: Collection[int], how: StopHow) -> None:
         self.history.append("stop")
-        super().stop(local_ranks, force=force)
+        super().stop(local_ranks, how)
 
     @contextlib.contextmanager
     def block_event_loop(self) -> Iterator[None]:
         """Block the event loop within the `with` block."""
         self._is_blocked, self._is_released = threading.Event(), threading.Event()
-        self._on_exit(UNKNOWN_LOCAL_RANK)
+        self._on_change()
         assert self._is_blocked.wait(TIMEOUT_S)
         try:
             yield
         finally:
             self._is_released.set()
 
-    def running(self) -> dict[int, str]:
+    def view(self) -> Mapping[int, WorkerView]:
         self._is_blocked.set()
         self._is_released.wait(TIMEOUT_S)
-        return super().running()
+        return super().view()
 
 
 class Nodes:
@@ -93,7 +100,7 @@ class Nodes:
 
 def finish(*pairs: tuple[RecordingWorker, Run]) -> list[WorkerState]:
     for workers, _ in pairs:
-        workers.finish()
+        workers.end()
     return [run.result().state for _, run in pairs]
 
 
@@ -136,19 +143,44 @@ def test_a_blocked_node_continues_if_no_other_generation_was_formed() -> None:
 
 
 class SlowToStart(RecordingWorker):
-    """Workers whose start takes three times as long as the loop timeout."""
+    """Workers that are up three loop timeouts after the call of `start`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.was_lost = False
         self.live_nodes: Callable[[], set[str]] = set
 
-    def start(self, group: WorkerGroup, on_exit: Callable[[int], None]) -> None:
-        never = threading.Event()
-        for _ in range(30):
-            never.wait(LOOP_TIMEOUT_S / 10)
-            self.was_lost = self.was_lost or not self.live_nodes()
+    def start(self, group: WorkerGroup, on_exit: Callable[[WorkerExit, str], None]) -> None:
+        def start_slowly() -> None:
+            never = threading.Event()
+            for _ in range(30):
+                never.wait(LOOP_TIMEOUT_S / 10)
+                self.was_lost = self.was_lost or not self.live_nodes()
+            super(SlowToStart, self).start(group, on_exit)
+
+        threading.Thread(target=start_slowly).start()
+
+
+class BlocksWhileStarting(RecordingWorker):
+    """Workers whose start blocks the event loop until they are released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.release = threading.Event()
+
+    def start(self, group: WorkerGroup, on_exit: Callable[[WorkerExit, str], None]) -> None:
         super().start(group, on_exit)
+        self.release.wait(TIMEOUT_S)
+
+
+def test_a_start_that_blocks_costs_the_lease_until_it_returns() -> None:
+    nodes, workers = Nodes(1, 1), BlocksWhileStarting()
+    with running(workers, nodes.handler("a")) as run:
+        wait_until("the expiry of the lease", lambda: not nodes.live_nodes())
+        workers.release.set()
+        wait_until("a new lease of the node", lambda: nodes.live_nodes() == {"a"})
+        assert finish((workers, run)) == [WorkerState.SUCCEEDED]
+    assert workers.history == ["start"]
 
 
 def test_a_node_whose_workers_start_slowly_keeps_its_lease() -> None:
@@ -161,7 +193,7 @@ def test_a_node_whose_workers_start_slowly_keeps_its_lease() -> None:
 
 def test_pause_of_the_whole_process_does_not_count_as_a_blocked_loop() -> None:
     store = MemoryStore()
-    node = LocalNode(
+    node = RendezvousNode(
         store,
         "job",
         Node("a", "a", "127.0.0.1", 1),

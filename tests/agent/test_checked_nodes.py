@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
+import attrs
 import pytest
 from single_worker_agent import OneWorker, Run, SingleNodeHandler, running
 
 from elasticlib import ElasticAgent, Node, WorkerSpec, WorkerState
 from elasticlib.agent.options import AgentOptions
-from elasticlib.rendezvous.interface import Change, ChangeKind, assign_ranks
+from elasticlib.rendezvous.interface import (
+    Change,
+    ChangeKind,
+    Report,
+    ReportKind,
+    assign_ranks,
+)
 from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.exits import WorkerExit
+from elasticlib.workers.interface import StopHow, WorkerView
 from elasticlib.workers.spec import Command, WorkerGroup
 
 
@@ -23,9 +31,8 @@ class CountedHandler(SingleNodeHandler):
         super().__init__(assignment=assign_ranks([Node("n-1", "n", "127.0.0.1", slots=slots)])[0])
         self.other_node_failed = threading.Event()
 
-    def report_failure(self, reason: str, **evidence: object) -> bool:
-        del reason, evidence
-        return True
+    def report(self, report: Report) -> bool:
+        return report.kind in (ReportKind.FAILURE, ReportKind.SLOTS)
 
     def wait_for_change(self, timeout: float) -> Change | None:
         if self.other_node_failed.wait(min(timeout, 0.02)):
@@ -67,10 +74,10 @@ def test_a_node_is_checked_again_after_its_own_workers_failed_only() -> None:
         handler.other_node_failed.set()
         wait_until("the second generation", lambda: workers.starts == 2)
         assert check.num_calls == 1
-        workers.finish(1)
+        workers.end(1)
         wait_until("the third generation", lambda: workers.starts == 3)
         assert check.num_calls == 2
-        workers.finish(1)
+        workers.end(1)
         result = run.result()
     assert (result.exit_code, result.reason, workers.starts) == (69, "the fan is broken", 3)
     assert check.num_calls == 3
@@ -111,42 +118,32 @@ def test_a_signal_cancels_a_check_and_the_run_waits_for_it(number: int) -> None:
 
 
 class RetainedWorkers(OneWorker):
-    """Two workers that can regroup. A stopped one exits when the test calls `finish_worker`."""
+    """Two workers that can regroup. A stopped one exits when the test calls `end_worker`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.left_group = False
         self.is_stopped = threading.Event()
-        self._names: dict[int, str] = {}  # of the running workers
-        self._codes: dict[int, int] = {}
+        self._views: dict[int, WorkerView] = {}  # of the running workers
 
-    def start(self, group: WorkerGroup, on_exit: Callable[[int], None]) -> None:
-        self._names = {0: "worker 0", 1: "worker 1"}
+    def start(self, group: WorkerGroup, on_exit: Callable[[WorkerExit, str], None]) -> None:
+        self._views = {n: WorkerView(f"worker {n}", can_regroup=True) for n in (0, 1)}
+        self.on_exit = on_exit
         super().start(group, on_exit)
 
-    def finish_worker(self, local_rank: int, code: int) -> None:
-        self._codes[local_rank] = code
-        self._on_exit(local_rank)
+    def end_worker(self, local_rank: int, code: int) -> None:
+        del self._views[local_rank]
+        exit_ = WorkerExit(local_rank, local_rank, 1, code, stop_was_requested=code < 0)
+        self.on_exit(exit_, "")
 
-    def reap(self, local_rank: int) -> WorkerExit:
-        del self._names[local_rank]
-        return WorkerExit(local_rank, local_rank, 1, self._codes[local_rank])
+    def view(self) -> Mapping[int, WorkerView]:
+        return dict(self._views)
 
-    def running(self) -> dict[int, str]:
-        return dict(self._names)
-
-    def stop(self, local_ranks: Collection[int], *, force: bool = False) -> None:
-        del local_ranks, force
-        self.is_stopped.set()
-
-    def regroupable_ranks(self) -> Collection[int]:
-        return () if self.left_group else tuple(self._names)
-
-    def standby_ranks(self) -> dict[int, bool]:
-        return dict.fromkeys(self._names, True) if self.left_group else {}
-
-    def leave_group(self) -> None:
-        self.left_group = True
+    def stop(self, local_ranks: Collection[int], how: StopHow) -> None:
+        if how is not StopHow.LEAVE:
+            self.is_stopped.set()
+            return
+        for n in local_ranks:
+            self._views[n] = attrs.evolve(self._views[n], has_left=True, is_ready=True)
 
 
 def test_a_signal_cancels_a_check_while_retained_workers_are_stopped() -> None:
@@ -165,13 +162,13 @@ def test_a_signal_cancels_a_check_while_retained_workers_are_stopped() -> None:
     spec = WorkerSpec(Command("none"), local_world_size=2)
     run = Run(ElasticAgent(spec, CountedHandler(2), workers, options=options(check)))
     assert workers.up.wait(60)
-    workers.finish_worker(0, 1)
+    workers.end_worker(0, 1)
     assert is_checking.wait(60)
     run.agent.handle_signal(12)
     assert workers.is_stopped.wait(60)
     # The agent receives the result of the check before the worker has exited.
     wait_until("the end of the check", lambda: not is_running("agent-prepare"))
-    workers.finish_worker(1, -15)
+    workers.end_worker(1, -15)
     result = run.result()
     assert (result.state, result.exit_code) == (WorkerState.DRAINED, 75), result.reason
 

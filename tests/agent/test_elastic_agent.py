@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
+import queue
 import signal
 import threading
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
 from typing import Any
 
 import attrs
 import pytest
-from single_worker_agent import OneWorker, Run, SingleNodeHandler, running
+from single_worker_agent import OneWorker, SingleNodeHandler, running
 
 from elasticlib import (
     Command,
@@ -25,40 +25,46 @@ from elasticlib import (
     WorkerSpec,
     WorkerState,
 )
+from elasticlib.agent.blocking_membership import BlockingMembership
 from elasticlib.agent.hang_detector import HangLimits
-from elasticlib.agent.options import AgentOptions
-from elasticlib.agent.stop_procedure import StopTimeouts
+from elasticlib.agent.options import AgentOptions, StopTimeouts
 from elasticlib.clock import monotonic
-from elasticlib.errors import ConfigError, ElasticError
+from elasticlib.errors import ConfigError, ElasticError, RendezvousClosedError
 from elasticlib.observe.event import Event
 from elasticlib.observe.journal import EventListener, Journal, NodeJournal
-from elasticlib.rendezvous.interface import Change, ChangeKind, assign_ranks
+from elasticlib.rendezvous.interface import (
+    Change,
+    ChangeKind,
+    Joined,
+    Report,
+    ReportKind,
+    assign_ranks,
+)
 from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.exits import WorkerExit
-from elasticlib.workers.interface import Heartbeat, StopNotice
+from elasticlib.workers.interface import Heartbeat, StopHow, StopNotice, WorkerView
+from elasticlib.workers.spec import WorkerGroup
 
 
 class BlockedWorker(OneWorker):
-    """A worker whose exit status cannot be read until an event is set."""
+    """A worker whose start does not return until an event is set."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_reaping, self.is_released = threading.Event(), threading.Event()
+        self.is_released = threading.Event()
 
-    def reap(self, local_rank: int) -> WorkerExit:
-        self.is_reaping.set()
+    def start(self, group: WorkerGroup, on_exit: Callable[[WorkerExit, str], None]) -> None:
+        super().start(group, on_exit)
         self.is_released.wait(60)
-        return super().reap(local_rank)
 
 
 def test_stalled_time_grows_while_the_event_loop_is_blocked_and_is_zero_after_the_run() -> None:
     workers, now = BlockedWorker(), [0.0]
     with running(workers, clock=lambda: now[0]) as run:
-        workers.finish()
-        assert workers.is_reaping.wait(60)
         now[0] = 1000.0
         assert run.agent.stalled_s() == 1000.0
         workers.is_released.set()
+        workers.end()
         assert run.result().state is WorkerState.SUCCEEDED
         now[0] = 9000.0
         assert run.agent.stalled_s() == 0.0
@@ -69,8 +75,8 @@ def test_an_agent_can_only_be_run_once() -> None:
     with running(workers) as run:
         with pytest.raises(ElasticError, match="an agent runs once"):
             run.agent.run()
-        assert workers.running(), "the running run continues"
-        workers.finish()
+        assert workers.view(), "the running run continues"
+        workers.end()
         assert run.result().state is WorkerState.SUCCEEDED
         with pytest.raises(ElasticError, match="create a new ElasticAgent, handler and workers"):
             run.agent.run()
@@ -175,7 +181,7 @@ def test_a_journal_that_raises_is_logged_once_and_does_not_end_the_run(
 ) -> None:
     workers, journal = OneWorker(), RaisingJournal()
     with caplog.at_level(logging.INFO, "elasticlib"), running(workers, journal=journal) as run:
-        workers.finish()
+        workers.end()
         assert run.result().state is WorkerState.SUCCEEDED
     assert len(journal.kinds) == 2
     (message,) = [text for text in caplog.messages if "RaisingJournal" in text]
@@ -185,7 +191,7 @@ def test_a_journal_that_raises_is_logged_once_and_does_not_end_the_run(
 def test_a_journal_has_all_events_when_the_run_returns() -> None:
     workers, journal = OneWorker(), RecordingJournal()
     with running(workers, journal=journal) as run:
-        workers.finish()
+        workers.end()
         run.result()
         assert (journal.kinds[0], journal.kinds[-1]) == ("rendezvous.started", "run.finished")
 
@@ -193,7 +199,7 @@ def test_a_journal_has_all_events_when_the_run_returns() -> None:
 def test_a_journal_that_blocks_does_not_delay_the_run() -> None:
     workers, journal = OneWorker(), BlockingJournal()
     with running(workers, journal=journal) as run:
-        workers.finish()
+        workers.end()
         assert run.result().state is WorkerState.SUCCEEDED
         journal.is_released.set()
 
@@ -233,6 +239,42 @@ def test_system_exit_in_a_handler_ends_the_run_with_its_message() -> None:
     assert "SystemExit: the handler leaves" in result.reason
 
 
+class ClosedHandler(SingleNodeHandler):
+    """A third-party handler of a job that has ended."""
+
+    def __init__(self, change: Change | None) -> None:
+        super().__init__()
+        self.change = change
+
+    def next_rendezvous(self) -> Any:
+        raise RendezvousClosedError("all nodes have finished", self.change)
+
+
+@pytest.mark.parametrize(
+    ("kind", "state"),
+    [
+        (ChangeKind.SUCCEEDED, WorkerState.SUCCEEDED),
+        (ChangeKind.STOPPED, WorkerState.STOPPED),
+        (None, WorkerState.FAILED),
+    ],
+)
+def test_a_node_that_joins_an_ended_job_gets_the_result_that_its_handler_names(
+    kind: ChangeKind | None, state: WorkerState
+) -> None:
+    workers = OneWorker()
+    workers.up.set()
+    change = None if kind is None else Change(kind, "all nodes have finished")
+    with running(workers, ClosedHandler(change)) as run:
+        result = run.result()
+    assert (result.state, workers.starts) == (state, 0)
+    assert "all nodes have finished" in result.reason
+
+
+def test_a_subclass_with_a_hook_of_torchs_agent_is_rejected() -> None:
+    with pytest.raises(ConfigError, match="Ported defines _stop_workers, which only torch's agent"):
+        type("Ported", (ElasticAgent,), {"_stop_workers": lambda _: None})
+
+
 class FaultyListener(EventListener):
     """Raises on the first event, or blocks until it is released."""
 
@@ -255,7 +297,7 @@ def test_an_event_listener_that_raises_or_blocks_does_not_delay_the_run(
     workers, listener = OneWorker(), FaultyListener(raises)
     journal = NodeJournal("run", "n-1", listeners=[listener])
     with running(workers, journal=journal) as run:
-        workers.finish()
+        workers.end()
         assert run.result().state is WorkerState.SUCCEEDED
         journal.close()
         listener.released.set()
@@ -267,12 +309,12 @@ def test_an_event_listener_that_raises_or_blocks_does_not_delay_the_run(
 class SteppingWorker(OneWorker):
     """A worker that makes ten steps in each generation, and reports them when it exits."""
 
-    reports_heartbeats = True
+    reports_progress = True
 
-    def heartbeats(self) -> Mapping[int, Heartbeat]:
-        return {0: Heartbeat()}
+    def view(self) -> Mapping[int, WorkerView]:
+        return {n: attrs.evolve(one, heartbeat=Heartbeat()) for n, one in super().view().items()}
 
-    def final_heartbeats(self) -> Mapping[int, Heartbeat]:
+    def make_exit(self, code: int, *, was_stopped: bool) -> WorkerExit:
         step, now = 10 * self.starts, monotonic()
         heartbeat = Heartbeat(
             is_attached=True,
@@ -283,15 +325,15 @@ class SteppingWorker(OneWorker):
             last_step_at=now,
             last_activity_at=now,
         )
-        return {0: heartbeat}
+        return attrs.evolve(super().make_exit(code, was_stopped=was_stopped), heartbeat=heartbeat)
 
 
 def test_the_last_step_of_a_generation_is_recorded_before_the_next_generation() -> None:
     workers, journal = SteppingWorker(), RecordingJournal()
     with running(workers, journal=journal, max_restarts=1) as run:
-        workers.finish(1)
+        workers.end(1)
         wait_until("the second generation", lambda: workers.starts == 2)
-        workers.finish()
+        workers.end()
         assert run.result().state is WorkerState.SUCCEEDED
     assert [(kind, facts["step"]) for kind, facts in journal.facts if "step" in facts] == [
         ("training.started", 1),
@@ -310,93 +352,96 @@ def test_the_last_step_of_a_generation_is_recorded_before_the_next_generation() 
 def test_missing_step_reports_are_logged_once_with_the_remedy(
     caplog: pytest.LogCaptureFixture, attached: bool
 ) -> None:
-    class SilentWorker(SteppingWorker):
+    class SilentWorker(OneWorker):
+        reports_progress = True
         polls = 0
 
-        def heartbeats(self) -> Mapping[int, Heartbeat]:
+        def view(self) -> Mapping[int, WorkerView]:
             self.polls += 1
-            return {0: Heartbeat(is_attached=attached, last_activity_at=monotonic())}
+            beat = Heartbeat(is_attached=attached, last_activity_at=monotonic())
+            return {n: attrs.evolve(one, heartbeat=beat) for n, one in super().view().items()}
 
     workers, warning = SilentWorker(), "no worker of this node has reported a step"
     options = AgentOptions(hang_limits=HangLimits(timeout=0.4, first_step_timeout=0.4))
     with running(workers, options=options, max_restarts=1) as run:
         wait_until("the warning", lambda: warning in caplog.text)
-        workers.finish(1)
+        workers.end(1)
         wait_until("the second generation", lambda: workers.starts == 2)
         polls = workers.polls
-        wait_until("more polls than the limit needs", lambda: workers.polls > polls + 10)
-        workers.finish()
+        wait_until("more polls than the limit needs", lambda: workers.polls > polls + 2)
+        workers.end()
         assert run.result().state is WorkerState.SUCCEEDED
     assert caplog.text.count(warning) == 1
     assert "context().step(step)" in caplog.text
 
 
-class UnreadableWorker(OneWorker):
-    """Workers whose heartbeats cannot be read."""
+class FaultyWorker(OneWorker):
+    """Workers one of whose methods raises an exception."""
 
-    reports_heartbeats = True
+    def __init__(self, method: str) -> None:
+        super().__init__()
+        self.method, self.is_closed = method, False
 
-    def heartbeats(self) -> Any:
-        raise ZeroDivisionError("a beat of the test")
+    def prepare(self, *args: Any) -> None:
+        self.fail_in("prepare")
+        super().prepare(*args)
+
+    def view(self) -> Mapping[int, WorkerView]:
+        self.fail_in("view")
+        return super().view()
+
+    def notify(self, notice: StopNotice, call: int | None = None) -> None:
+        del notice, call
+        self.fail_in("notify")
+
+    def close(self, grace_s: float = 0.0) -> None:
+        super().close(grace_s)
+        self.is_closed = True
+
+    def fail_in(self, method: str) -> None:
+        if method == self.method:
+            self.up.set()
+            raise ZeroDivisionError(f"an error of {method}")
 
 
-def test_an_error_while_reading_heartbeats_is_logged_and_does_not_end_the_run(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    workers, journal = UnreadableWorker(), RecordingJournal()
-    with running(workers, journal=journal) as run:
-        workers.finish()
-        assert run.result().state is WorkerState.SUCCEEDED
-    assert journal.kinds[-1] == "run.finished"
-    assert "cannot read the workers" in caplog.text
-
-
-def test_an_error_while_reading_heartbeats_ends_a_run_with_hang_detection() -> None:
-    with running(
-        UnreadableWorker(), options=AgentOptions(hang_limits=HangLimits(timeout=1.0))
-    ) as run:
+@pytest.mark.parametrize("method", ["prepare", "view"])
+def test_an_error_of_workers_ends_the_run_with_its_message(method: str) -> None:
+    workers = FaultyWorker(method)
+    with running(workers) as run:
         result = run.result()
-    assert result.state is WorkerState.FAILED
-    assert result.reason == "ZeroDivisionError: a beat of the test"
+    assert (result.state, workers.is_closed) == (WorkerState.FAILED, True)
+    assert result.reason == f"ZeroDivisionError: an error of {method}"
 
 
 class UnpreparedWorker(OneWorker):
-    """Workers whose preparation raises an exception."""
+    """Workers whose preparation ends when `on_ready` is called."""
 
-    def wait_until_prepared(self) -> None:
-        raise ZeroDivisionError("an error of the preparation")
+    on_ready: Callable[[str], None]
 
-
-def test_an_error_in_the_preparation_of_workers_ends_the_run_with_its_message() -> None:
-    workers = UnpreparedWorker()
-    workers.up.set()
-    with running(workers) as run:
-        result = run.result()
-    assert (result.state, workers.starts) == (WorkerState.FAILED, 0)
-    assert result.reason == "ZeroDivisionError: an error of the preparation"
-
-
-class SlowlyPreparingHandler(SingleNodeHandler):
-    """A handler whose preparation blocks until `ready` is set."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_waiting, self.ready = threading.Event(), threading.Event()
-
-    def prepare(self) -> None:
-        self.is_waiting.set()
-        self.ready.wait(60)
+    def prepare(
+        self, spec: WorkerSpec, on_ready: Callable[[str], None], on_change: Callable[[], None]
+    ) -> None:
+        del spec, on_change
+        self.on_ready = on_ready
+        self.up.set()
 
 
 def test_a_node_in_preparation_does_not_join_and_can_be_stopped() -> None:
-    workers, handler = OneWorker(), SlowlyPreparingHandler()
-    workers.up.set()
+    workers, handler = UnpreparedWorker(), SingleNodeHandler()
     with running(workers, handler) as run:
-        assert handler.is_waiting.wait(60)
         run.agent.handle_signal(signal.SIGTERM)
         result = run.result()
-        handler.ready.set()
+        workers.on_ready("")
     assert (result.signal, workers.starts, handler.generation) == (signal.SIGTERM, 0, 0)
+
+
+def test_a_node_that_cannot_run_its_workers_does_not_join() -> None:
+    workers, handler = UnpreparedWorker(), SingleNodeHandler()
+    with running(workers, handler) as run:
+        workers.on_ready("no GPU has enough memory")
+        result = run.result()
+    assert (result.state, result.reason) == (WorkerState.FAILED, "no GPU has enough memory")
+    assert (workers.starts, handler.generation) == (0, 0)
 
 
 class WaitingHandler(SingleNodeHandler):
@@ -412,54 +457,47 @@ class WaitingHandler(SingleNodeHandler):
         return super().next_rendezvous()
 
 
-def test_waiting_for_a_third_party_handler_is_logged_every_ten_seconds(
+def test_waiting_for_a_third_party_handler_is_logged_from_time_to_time(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    workers, handler, now = OneWorker(), WaitingHandler(), [100.0]
+    handler, events = WaitingHandler(), queue.SimpleQueue[object]()
+    membership = BlockingMembership(handler, None, 0.1, wait_log_interval=0.05)
 
     def waits() -> list[str]:
         lines = [record.getMessage() for record in caplog.records]
         return [line for line in lines if line.startswith("waiting for the other nodes")]
 
-    def logged(count: int) -> bool:
-        return len(waits()) >= count
-
-    run = Run(ElasticAgent(WorkerSpec(Command("none")), handler, workers, clock=lambda: now[0]))
     with caplog.at_level(logging.INFO, "elasticlib.agent"):
+        membership.open(events.put, lambda: 0.0)
+        membership.join(1)
         try:
-            assert handler.is_waiting.wait(60)
-            for count in (1, 2, 3):
-                now[0] = 100.0 + 10.0 * count
-                wait_until("the log message of the wait", partial(logged, count), 20)
+            wait_until("two log messages of the wait", lambda: len(waits()) > 1, 20)
         finally:
             handler.ready.set()
-            assert workers.up.wait(60)
-            now[0] = 1000.0
-            workers.finish()
-            assert run.result().state is WorkerState.SUCCEEDED
-    assert len(waits()) == 3
-    assert waits()[1] == (
-        "waiting for the other nodes for 20 s: next_rendezvous of WaitingHandler (backend single, "
-        "run run) has not returned; reason for this rendezvous: the first generation of this node"
+            assert isinstance(events.get(timeout=60), Joined)
+            membership.close(60)
+    assert waits()[0] == (
+        "waiting for the other nodes for 0 s: next_rendezvous of WaitingHandler (backend single, "
+        "run run) has not returned"
     )
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_leaving_before_other_nodes_is_logged_if_the_handler_has_no_report_success(
+def test_leaving_before_other_nodes_is_logged_if_the_handler_takes_no_report_of_it(
     caplog: pytest.LogCaptureFixture, nodes: int
 ) -> None:
     members = [Node(f"n-{n}", "n", "127.0.0.1", slots=1) for n in range(nodes)]
     workers, handler = OneWorker(), SingleNodeHandler(assignment=assign_ranks(members)[0])
     with caplog.at_level(logging.INFO, "elasticlib.agent"), running(workers, handler) as run:
-        workers.finish()
+        workers.end()
         assert run.result().state is WorkerState.SUCCEEDED
-    assert ("SingleNodeHandler has no report_success: this node leaves" in caplog.text) is (
+    assert ("SingleNodeHandler takes no report of success: this node leaves" in caplog.text) is (
         nodes == 2
     )
 
 
 class NotifiedWorker(OneWorker):
-    """A worker that supports stop notices. It exits after `finish`."""
+    """A worker that supports stop notices. It exits after `end`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -467,14 +505,17 @@ class NotifiedWorker(OneWorker):
         self.is_notified = threading.Event()
         self.num_stops = 0
 
-    def notify(self, notice: StopNotice) -> bool:
+    def view(self) -> Mapping[int, WorkerView]:
+        return {n: attrs.evolve(one, takes_notices=True) for n, one in super().view().items()}
+
+    def notify(self, notice: StopNotice, call: int | None = None) -> None:
+        del call
         self.notices.append(notice.reason)
         self.is_notified.set()
-        return True
 
-    def stop(self, local_ranks: Collection[int], *, force: bool = False) -> None:
+    def stop(self, local_ranks: Collection[int], how: StopHow) -> None:
         self.num_stops += 1
-        super().stop(local_ranks, force=force)
+        super().stop(local_ranks, how)
 
 
 class GrowingHandler(SingleNodeHandler):
@@ -491,7 +532,8 @@ def test_repeated_drain_signals_do_not_interrupt_the_save() -> None:
     with running(workers, options=AgentOptions(checkpoint_grace=600.0)) as run:
         for _ in range(3):
             run.agent.handle_signal(signal.SIGTERM)
-        workers.finish()
+        assert workers.is_notified.wait(60)
+        workers.end()
         result = run.result()
     assert (result.state, result.signal) == (WorkerState.DRAINED, signal.SIGTERM)
     assert (workers.notices, workers.num_stops) == (["preempted"], 0)
@@ -504,7 +546,8 @@ def test_a_node_that_is_drained_during_a_resize_drains() -> None:
         handler.more = 1
         assert workers.is_notified.wait(60)
         run.agent.handle_signal(signal.SIGTERM)
-        workers.finish()
+        wait_until("the second notice", lambda: len(workers.notices) > 1)
+        workers.end()
         result = run.result()
     assert result.state is WorkerState.DRAINED
     assert workers.notices == ["resize", "preempted"]
@@ -519,37 +562,30 @@ def test_events_distinguish_a_planned_resize_from_a_failure() -> None:
         handler.more = 1
         assert workers.is_notified.wait(60)
         handler.more = 0
-        workers.finish()
+        workers.end()
         wait_until("the second generation", lambda: workers.starts == 2)
-        workers.finish(1)
+        workers.end(1)
         wait_until("the third generation", lambda: workers.starts == 3)
-        workers.finish()
+        workers.end()
         assert run.result().state is WorkerState.SUCCEEDED
     planned = [facts["is_planned"] for kind, facts in journal.facts if kind == "rendezvous.started"]
     assert planned == [False, True, False]
 
 
-class WorkerWithFailingStopCall(OneWorker):
-    """Workers that support stop notices, and raise an exception when the agent proposes a call."""
+class FaultyNotifiedWorker(FaultyWorker):
+    """Workers that take notices, and raise an exception when they get one."""
 
-    supports_coordinated_stop = True
-
-    def notify(self, notice: StopNotice) -> bool:
-        del notice
-        return True
-
-    def earliest_stop_call(self) -> int | None:
-        raise ZeroDivisionError("error of the call")
+    def view(self) -> Mapping[int, WorkerView]:
+        return {n: attrs.evolve(one, takes_notices=True) for n, one in super().view().items()}
 
 
-def test_an_error_in_the_stop_request_ends_the_run_with_its_message() -> None:
-    workers, options = WorkerWithFailingStopCall(), AgentOptions(checkpoint_grace=600.0)
+def test_an_error_in_a_notice_ends_the_run_and_leaves_no_worker() -> None:
+    workers, options = FaultyNotifiedWorker("notify"), AgentOptions(checkpoint_grace=600.0)
     with running(workers, options=options) as run:
         run.agent.handle_signal(signal.SIGUSR2)
         result = run.result()
-    assert result.state is WorkerState.FAILED
-    assert result.reason == "ZeroDivisionError: error of the call"
-    assert not workers.running()
+    assert result.state is WorkerState.DRAINED, "the first cause decides"
+    assert not workers.view()
 
 
 class RestartsOnRequest(SingleNodeHandler):
@@ -559,9 +595,10 @@ class RestartsOnRequest(SingleNodeHandler):
         super().__init__()
         self.reasons: list[str] = []
 
-    def report_restart(self, reason: str) -> bool:
-        self.reasons.append(reason)
-        return True
+    def report(self, report: Report) -> bool:
+        if report.kind is ReportKind.RESTART:
+            self.reasons.append(report.reason)
+        return report.kind is ReportKind.RESTART
 
     def wait_for_change(self, timeout: float) -> Change | None:
         del timeout
@@ -577,9 +614,9 @@ def test_workers_save_and_are_started_again_after_a_restart_request() -> None:
         run.agent.record_control("restart", "ann@login")
         run.agent.request_restart("a restart request", 1)
         assert workers.is_notified.wait(60)
-        workers.finish()
+        workers.end()
         wait_until("the second start", lambda: workers.starts == 2)
-        workers.finish()
+        workers.end()
         result = run.result()
     assert (result.state, result.restarts) == (WorkerState.SUCCEEDED, 0)
     assert (handler.reasons, workers.notices) == (["a restart request"], ["restart"])
@@ -594,7 +631,7 @@ def test_a_restart_request_is_logged_if_the_handler_does_not_support_it(
     with running(workers) as run:
         run.agent.request_restart("a restart request", 1)
         wait_until("the warning", lambda: "does not support a restart on request" in caplog.text)
-        workers.finish()
+        workers.end()
         assert run.result().state is WorkerState.SUCCEEDED
     assert workers.starts == 1
 
@@ -605,7 +642,8 @@ def test_a_stop_request_lets_workers_save_and_has_an_exit_code_of_its_own() -> N
         run.agent.request_stop("a stop request from ann")
         # A scheduler may send its signals to the nodes, too.
         run.agent.handle_signal(signal.SIGTERM)
-        workers.finish()
+        assert workers.is_notified.wait(60)
+        workers.end()
         result = run.result()
     assert (result.state, result.exit_code) == (WorkerState.STOPPED, 76)
     assert result.reason == "received a stop request from ann"
@@ -620,12 +658,12 @@ class StubbornWorker(OneWorker):
         self.has_sigterm = threading.Event()
         self.was_killed = False
 
-    def stop(self, local_ranks: Collection[int], *, force: bool = False) -> None:
+    def stop(self, local_ranks: Collection[int], how: StopHow) -> None:
         del local_ranks
         self.has_sigterm.set()
-        if force:
+        if how is StopHow.KILL:
             self.was_killed = True
-            threading.Timer(0.2, self.finish, (-9,)).start()
+            threading.Timer(0.2, self.end, (-9,)).start()
 
 
 def test_a_drain_without_any_time_kills_the_workers_and_is_still_a_drain() -> None:
@@ -661,7 +699,7 @@ def test_workers_that_get_no_notice_have_most_of_a_short_time_to_save_at_sigterm
         for number in (1, 2):  # between the two, the loop polls the stop
             run.agent.record_control("drain", "ann")
             wait_until("the event", lambda n=number: journal.kinds.count("control.requested") == n)
-        workers.finish()
+        workers.end()
         result = run.result()
     assert (result.state, workers.was_killed) == (WorkerState.DRAINED, False), result.reason
 
@@ -671,7 +709,7 @@ def test_a_drain_for_an_unknown_reason_is_rejected() -> None:
     with running(workers) as run:
         with pytest.raises(ConfigError, match="reason must be 'preempted' or 'drain', got 'tired'"):
             run.agent.request_drain("an operator", reason="tired")
-        workers.finish()
+        workers.end()
         assert run.result().state is WorkerState.SUCCEEDED
 
 
@@ -682,10 +720,13 @@ class SavingWorker(OneWorker):
         super().__init__()
         self.reasons: list[str] = []
 
-    def notify(self, notice: StopNotice) -> bool:
+    def view(self) -> Mapping[int, WorkerView]:
+        return {n: attrs.evolve(one, takes_notices=True) for n, one in super().view().items()}
+
+    def notify(self, notice: StopNotice, call: int | None = None) -> None:
+        del call
         self.reasons.append(notice.reason)
-        self.finish()
-        return True
+        self.end()
 
 
 class ResizingHandler(SingleNodeHandler):
@@ -695,10 +736,10 @@ class ResizingHandler(SingleNodeHandler):
         super().__init__()
         self.is_resizing = threading.Event()
 
-    def report_restart(self, reason: str) -> bool:
-        del reason
-        self.is_resizing.set()
-        return True
+    def report(self, report: Report) -> bool:
+        if report.kind is ReportKind.RESTART:
+            self.is_resizing.set()
+        return report.kind is ReportKind.RESTART
 
     def wait_for_change(self, timeout: float) -> Change | None:
         if self.is_resizing.wait(min(timeout, 0.02)):
@@ -720,11 +761,14 @@ class RegroupableWorker(OneWorker):
 
     has_left_group = False
 
-    def regroupable_ranks(self) -> Collection[int]:
-        return tuple(self.running())
+    def view(self) -> Mapping[int, WorkerView]:
+        return {n: attrs.evolve(one, can_regroup=True) for n, one in super().view().items()}
 
-    def leave_group(self) -> None:
-        self.has_left_group = True
+    def stop(self, local_ranks: Collection[int], how: StopHow) -> None:
+        if how is StopHow.LEAVE:
+            self.has_left_group = True
+        else:
+            super().stop(local_ranks, how)
 
 
 class HandlerOfFailedGeneration(ResizingHandler):
@@ -741,5 +785,5 @@ def test_a_restart_that_is_requested_just_before_a_failure_is_not_lost() -> None
         run.agent.request_restart("an operator", 1)
         wait_until("the second start", lambda: workers.starts == 2)
         assert not workers.has_left_group
-        workers.finish()
+        workers.end()
         assert run.result().state is WorkerState.SUCCEEDED

@@ -53,7 +53,7 @@ def test_snapshots_are_written_unless_the_job_has_succeeded(
         elif state is WorkerState.STOPPED:
             run.agent.handle_signal(signal.SIGUSR2)
         else:
-            workers.finish(int(state is WorkerState.FAILED))
+            workers.end(int(state is WorkerState.FAILED))
         assert run.result().state is state
     assert service.calls == [1, is_written]
     assert journal.aggregate.status.checkpoint_step == (7 if is_written else None), (
@@ -90,7 +90,7 @@ def test_only_the_third_sigint_ends_the_final_write(
         if cause == "SIGTERM":
             run.agent.handle_signal(signal.SIGTERM)
         else:
-            workers.finish(1)
+            workers.end(1)
         assert service.writing.wait(30)
         # Batch systems repeat these.
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2) * 3:

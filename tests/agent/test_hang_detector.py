@@ -6,8 +6,8 @@ import attrs
 import pytest
 
 from elasticlib.agent.hang_detector import (
-    DumpStacks,
     HangDetector,
+    HangFinding,
     HangLimits,
     RankProgress,
     decode_progress,
@@ -17,7 +17,6 @@ from elasticlib.agent.hang_detector import (
     longest_inactivity,
     waits_in_collective,
 )
-from elasticlib.agent.policy import AgentCommand, HangDetected, Publish, Subscribe
 from elasticlib.errors import ConfigError
 from elasticlib.workers.interface import NO_STEP, Heartbeat
 
@@ -169,42 +168,41 @@ class DetectorHarness:
     """A detector for two workers. The first of them reported its last step at 100 s."""
 
     def __init__(self, limit: float = 8.0, others: int = 0) -> None:
-        self.now = 100.0
         self.heartbeats = {
             0: create_heartbeat(100.0),
             1: Heartbeat(is_attached=True, last_activity_at=100.0),
         }
-        self.did: list[AgentCommand] = []
         limits = HangLimits(timeout=limit)
         self.watch = HangDetector(
             limits, "a", {0: 0, 1: 1}, node_rank=0, num_peers=others, started_at=100.0
         )
 
-    def poll(self, at: float) -> list[AgentCommand]:
-        """Poll the detector at this time, and return its commands."""
-        self.now = at
-        self.watch, commands = self.watch.poll(at, self.heartbeats)
-        return list(commands)
+    def poll(self, at: float) -> HangFinding | bool:
+        """Poll the detector at this time. True: it needs the stacks of the workers."""
+        self.watch, result = self.watch.poll(at, self.heartbeats)
+        return result
 
-    def report_stacks(self, at: float, stacks: dict[int, str]) -> list[AgentCommand]:
-        self.watch, commands = self.watch.on_stacks(at, stacks)
-        return list(commands)
+    def report_stacks(self, at: float, stacks: dict[int, str]) -> bytes:
+        """Pass the stacks on, and return what the other nodes must know."""
+        self.watch, progress = self.watch.on_stacks(at, stacks)
+        return progress
 
-    def poll_until(self, at: float) -> list[AgentCommand]:
-        """Poll whenever a poll is due, until this time, and return all commands."""
-        commands: list[AgentCommand] = []
-        while self.watch.next_poll_at <= at and self.watch.suspect is None:
-            commands += self.poll(self.watch.next_poll_at)
-        return commands
+    def suspects_until(self, at: float) -> bool:
+        """Poll whenever a poll is due, until this time. Return whether stacks are needed."""
+        results: list[HangFinding | bool] = []
+        while self.watch.due_at <= at and self.watch.suspect is None:
+            results.append(self.poll(self.watch.due_at))
+        assert not any(results[:-1])
+        return results[-1:] == [True]
 
 
 def test_no_rank_is_named_if_only_one_reports_steps_and_the_stacks_show_nothing() -> None:
     harness = DetectorHarness()
-    assert harness.poll_until(200.0) == [DumpStacks()]
-    assert harness.poll(109.0) == [], "no worker is stopped before its stacks have been read"
-    assert harness.report_stacks(109.0, {0: "in a loop", 1: "in a wait"}) == []
-    (hung,) = harness.poll(109.0)
-    assert isinstance(hung, HangDetected)
+    assert harness.suspects_until(200.0)
+    assert not harness.poll(109.0), "no worker is stopped before its stacks have been read"
+    harness.report_stacks(109.0, {0: "in a loop", 1: "in a wait"})
+    hung = harness.poll(109.0)
+    assert isinstance(hung, HangFinding)
     assert hung.stacks == "the stacks of rank 0, at step 4:\nin a loop"
     assert hung.reason == (
         "hung: rank 0 on a is at step 4, inactive for 8.0 s; no rank stands out, and the stacks "
@@ -215,48 +213,44 @@ def test_no_rank_is_named_if_only_one_reports_steps_and_the_stacks_show_nothing(
 
 def test_a_pause_of_the_whole_process_does_not_count_as_inactivity() -> None:
     harness = DetectorHarness()
-    assert harness.poll(1000.0) == []
-    assert harness.poll_until(1007.5) == []
-    assert harness.poll_until(1008.0) == [DumpStacks()]
+    assert not harness.poll(1000.0)
+    assert not harness.suspects_until(1007.5)
+    assert harness.suspects_until(1008.0)
 
 
 def test_a_worker_that_makes_a_step_again_is_not_hung() -> None:
     harness = DetectorHarness()
-    harness.poll_until(107.5)
+    harness.suspects_until(107.5)
     harness.heartbeats[0] = create_heartbeat(107.5)
-    assert harness.poll_until(115.0) == []
-    assert harness.poll_until(116.0) == [DumpStacks()]
+    assert not harness.suspects_until(115.0)
+    assert harness.suspects_until(116.0)
 
 
 def test_progress_of_other_nodes_is_awaited_for_a_limited_time() -> None:
     for answers in (True, False):
         harness = DetectorHarness(others=1)
-        subscription, _, dump = harness.poll_until(200.0)
-        assert (subscription, dump) == (Subscribe("hang/"), DumpStacks())
-        assert harness.poll(200.0) == []
-        (published,) = harness.report_stacks(200.0, {})
-        assert isinstance(published, Publish), (
-            "the node publishes its progress once it has the stacks"
-        )
-        assert [pulse.rank for pulse in decode_progress(published.value)] == [0, 1]
-        assert harness.poll(202.0) == []
+        assert harness.suspects_until(200.0)
+        assert not harness.poll(200.0)
+        published = harness.report_stacks(200.0, {})
+        assert [pulse.rank for pulse in decode_progress(published)] == [0, 1]
+        assert not harness.poll(202.0)
         if answers:
-            harness.watch = harness.watch.on_peer_reports({"0": published.value, "1": OTHER})
-        (hung,) = harness.poll(202.0 if answers else 203.0)
-        assert isinstance(hung, HangDetected)
+            harness.watch = harness.watch.on_peer_reports({0: published, 1: OTHER})
+        hung = harness.poll(202.0 if answers else 203.0)
+        assert isinstance(hung, HangFinding)
         assert hung.reason.startswith(f"hung: rank {2 if answers else 0} on ")
-        assert ("no rank stands out" in hung.reason, hung.node_rank) == (
-            (False, 1) if answers else (True, -1)
+        assert ("no rank stands out" in hung.reason, hung.node_rank, hung.rank) == (
+            (False, 1, 2) if answers else (True, -1, -1)
         )
 
 
 def test_stacks_are_reported_if_the_node_is_stopped_before_a_hang_is_confirmed() -> None:
     harness = DetectorHarness(others=1)
     assert harness.watch.stack_report() == ""
-    harness.poll_until(200.0)
+    harness.suspects_until(200.0)
     assert harness.watch.stack_report() == ""
     harness.report_stacks(200.0, {0: "in a loop", 1: "in a wait"})
-    assert harness.poll(201.0) == [], "the other node has not published its progress"
+    assert not harness.poll(201.0), "the other node has not published its progress"
     assert harness.watch.stack_report() == "the stacks of rank 0, at step 4:\nin a loop"
 
 
@@ -267,7 +261,7 @@ def test_the_rarest_stacks_are_shown_first_for_ranks_at_the_same_step() -> None:
         local: attrs.evolve(create_heartbeat(100.0), step=4) for local in range(3)
     }
     harness.watch = attrs.evolve(harness.watch, ranks={0: 0, 1: 1, 2: 2})
-    harness.poll_until(200.0)
+    harness.suspects_until(200.0)
     harness.report_stacks(200.0, {0: "in a wait", 1: "in a wait", 2: "in a loader"})
     assert harness.watch.stack_report() == (
         "the stacks of rank 2, at step 4:\nin a loader\n\n"
@@ -277,9 +271,9 @@ def test_the_rarest_stacks_are_shown_first_for_ranks_at_the_same_step() -> None:
 
 def test_a_hang_of_another_node_halves_the_timeout() -> None:
     harness = DetectorHarness(others=1)
-    harness.watch = harness.watch.on_peer_reports({"1": OTHER})
-    assert harness.poll_until(103.5) == []
-    assert harness.poll_until(104.0) == [Subscribe("hang/"), DumpStacks()]
+    harness.watch = harness.watch.on_peer_reports({1: OTHER})
+    assert not harness.suspects_until(103.5)
+    assert harness.suspects_until(104.0)
 
 
 def test_a_rank_of_another_node_in_its_first_step_can_be_the_hung_one() -> None:
@@ -290,7 +284,9 @@ def test_a_rank_of_another_node_in_its_first_step_can_be_the_hung_one() -> None:
         assert f"hung: rank {rank} " in describe_hang(pulses, 2.0)
 
 
-@pytest.mark.parametrize("data", [b"", b"x", b"{}", b"[1]", b'[{"rank": "x"}]', b'[{"rank": 1}]'])
+@pytest.mark.parametrize(
+    "data", [b"", b"x", b"{}", b"[1]", b'[{"rank": "x"}]', b'[{"rank": 1}]', b"[" * 9999]
+)
 def test_malformed_progress_of_other_nodes_is_ignored(data: bytes) -> None:
     assert decode_progress(data) == []
     pulses = [RankProgress(0, "a", 7, 9.0, 1)]

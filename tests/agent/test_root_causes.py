@@ -1,192 +1,125 @@
-"""The root cause of a failure of a job: message size, the order of reports, and time limits."""
+"""The root cause of a failed job: each node names the failure that the job's leader has found."""
 
 from __future__ import annotations
 
-import threading
+import contextlib
+from collections.abc import Iterator
+from typing import Any
 
 import attrs
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from single_worker_agent import OneWorker, SingleNodeHandler, running
+from single_worker_agent import OneWorker, Run, SingleNodeHandler, running
 
-from elasticlib import MemoryStore, Node, Store
-from elasticlib.agent.interface import RootCause
-from elasticlib.agent.run_reporter import (
-    merge_root_cause,
-    publish_failed_ranks,
-    publish_root_cause,
-    root_cause_of,
+from elasticlib import DynamicRendezvousHandler, MemoryStore, Node, WorkerState
+from elasticlib.agent.run_observer import remote_cause
+from elasticlib.errors import RendezvousTimeoutError
+from elasticlib.rendezvous.blame import (
+    MAX_TRACE_BYTES,
+    Evidence,
+    FailureDetails,
+    FailureKind,
+    Verdict,
 )
-from elasticlib.errors import RendezvousClosedError, RendezvousTimeoutError
-from elasticlib.rendezvous.blame import FailureKind
-from elasticlib.rendezvous.interface import Change, ChangeKind, RendezvousInfo, assign_ranks
-from elasticlib.rendezvous.store_layout import JobListing, StoreKeys
-from elasticlib.stores.interface import CompareSetResult, Listing
+from elasticlib.rendezvous.interface import RendezvousInfo, Report, ReportKind
+from elasticlib.rendezvous.membership import RendezvousSettings, RendezvousTimeouts
+from elasticlib.testing.rendezvous_cluster import FakeBootstrapStore
+from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.exits import WorkerExit
-from elasticlib.workers.spec import WorkerState
 
-NODES = tuple(Node(f"n{i}", f"n{i}", "127.0.0.1", 1) for i in range(2))
-PREFIX = "run/board/1.a/"
-RAISED = FailureKind.RAISED
+CLOSED_BY_PEER = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer"
 
 
-def encode(cause: RootCause) -> bytes:
-    return publish_root_cause(cause, RAISED).value
+class FailingWorker(OneWorker):
+    """A worker that fails with these fields of its exit."""
 
-
-def decode(data: bytes) -> RootCause | None:
-    return merge_root_cause({"first/raised": data})
-
-
-def create_exit(rank: int, message: str = "") -> WorkerExit:
-    return WorkerExit(0, rank, 70 + rank, 1, message=message, traceback=f"Traceback\n{message}")
-
-
-@given(st.text(max_size=50))
-def test_a_root_cause_is_decoded_as_it_was_encoded(text: str) -> None:
-    cause = root_cause_of(create_exit(1, text), "host", 3)
-    assert decode(encode(cause)) == cause
-
-
-def test_an_encoded_root_cause_is_bounded_and_keeps_the_end_of_the_traceback() -> None:
-    huge = attrs.evolve(create_exit(1, "é" * 10**6 + " the end"), stderr_tail="y\n" * 10**6)
-    published = encode(root_cause_of(huge, "h", 1))
-    assert len(published) < 128 * 1024
-    messages = decode(published)
-    assert messages is not None
-    assert messages.traceback.endswith("the end")
-    assert messages.traceback.startswith("Traceback")
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        *(b"", b"[]", b"{}", b"\xff", b'{"host": "h"}', b'{"subsequent_ranks": 3}', b"null"),
-        *(b"[" * 200_000, b"9" * 9_000),
-        encode(root_cause_of(WorkerExit(0, 0, 1, 1), "h", 1)).replace(
-            b'"stderr_tail":""', b'"stderr_tail":5'
-        ),
-        encode(root_cause_of(WorkerExit(0, 0, 1, 1), "h", 1)).replace(b"{", b'{"new":1,'),
-    ],
-)
-def test_a_message_that_is_no_root_cause_is_ignored(data: bytes) -> None:
-    assert decode(data) is None
-    first = encode(root_cause_of(create_exit(1), "h", 1))
-    assert merge_root_cause({"first/raised": first, "also/0": data}) == decode(first)
-
-
-def test_subsequent_failures_are_listed_without_the_root_cause() -> None:
-    messages = {"first/raised": encode(root_cause_of(create_exit(1, "no"), "h", 1))}
-    messages |= {
-        "also/0": publish_failed_ranks(0, [4, 1]).value,
-        "also/2": publish_failed_ranks(2, [2]).value,
-    }
-    cause = merge_root_cause(messages)
-    assert cause is not None
-    assert (cause.rank, cause.subsequent_ranks) == (1, (2, 4))
-    assert len(publish_failed_ranks(0, range(10**6)).value) < 1000
-
-
-def test_messages_of_earlier_generations_are_deleted_with_their_keys() -> None:
-    store, keys = MemoryStore(), StoreKeys("run")
-    for membership in ("1.a", "2.b"):
-        store.set(f"{keys.exchange_prefix(membership)}first", b"")
-    stale = JobListing(keys, store.list(keys.job_prefix)).stale_keys("2.b")
-    assert stale == (f"{keys.exchange_prefix('1.a')}first",)
-
-
-class SecondNodeHandler(SingleNodeHandler):
-    """The second of two nodes. The job fails when the worker of either node has failed."""
-
-    def __init__(self, store: Store, failed: str = "n0") -> None:
+    def __init__(self, **fields: Any) -> None:
         super().__init__()
-        self.store, self.has_failed, self.failed = store, threading.Event(), failed
+        self.fields = fields
 
-    def next_rendezvous(self) -> RendezvousInfo:
-        change = self.wait_for_change(0.0)
-        if change is not None:
-            error = RendezvousClosedError(change.reason)
-            error.change = change  # type: ignore[attr-defined]
-            raise error
-        assignment = assign_ranks(NODES)[1]
-        return attrs.evolve(
-            super().next_rendezvous(),
-            assignment=assignment,
-            store=self.store,
-            exchange_prefix=PREFIX,
-        )
+    def fail(self) -> None:
+        self.end(3)
 
-    def report_failure(self, reason: str, **evidence: object) -> bool:
-        del reason, evidence
-        self.has_failed.set()
-        return True
-
-    def wait_for_change(self, timeout: float) -> Change | None:
-        if self.has_failed.wait(timeout):
-            return Change(ChangeKind.FAILED, "a worker has failed", self.failed)
-        return None
+    def make_exit(self, code: int, *, was_stopped: bool) -> WorkerExit:
+        exit_ = super().make_exit(code, was_stopped=was_stopped)
+        return exit_ if was_stopped or not code else attrs.evolve(exit_, pid=77, **self.fields)
 
 
-class WorkerOfRankOne(OneWorker):
-    """The worker of the second node."""
+@contextlib.contextmanager
+def job(*workers: OneWorker) -> Iterator[list[Run]]:
+    """Run one agent for each worker, until all of them are in one generation and fail."""
+    store = MemoryStore()
+    nodes = [f"h{n}" for n in range(len(workers))]
+    settings = RendezvousSettings(len(nodes), len(nodes), 0, last_call_timeout=0.0)
+    timeouts = RendezvousTimeouts(join_timeout=60.0, keep_alive_interval=0.1, close_timeout=5.0)
+    with contextlib.ExitStack() as stack:
+        handlers = [
+            DynamicRendezvousHandler(
+                store.client(),
+                "job",
+                Node(name, name, "127.0.0.1", 1, rank_hint=rank),
+                settings,
+                timeouts=timeouts,
+                open_bootstrap_store=FakeBootstrapStore,
+            )
+            for rank, name in enumerate(nodes)
+        ]
+        # `running` waits for the start of the worker, and so for the other nodes.
+        for worker in workers:
+            worker.up.set()
+        yield [
+            stack.enter_context(running(worker, handler))
+            for worker, handler in zip(workers, handlers, strict=True)
+        ]
 
-    def reap(self, local_rank: int) -> WorkerExit:
-        return attrs.evolve(super().reap(local_rank), rank=1)
+
+def wait_for_starts(*workers: OneWorker) -> None:
+    wait_until("the start of all workers", lambda: all(worker.starts for worker in workers))
 
 
-def test_the_first_published_failure_is_the_root_cause_and_later_ones_are_subsequent() -> None:
-    workers, store = WorkerOfRankOne(), MemoryStore()
-    with running(workers, SecondNodeHandler(store)) as run:
-        published = encode(root_cause_of(create_exit(0, "the cause"), "n0", 1))
-        store.set(f"{PREFIX}cause/first/raised", published)
-        workers.finish(7)
+def test_all_nodes_name_the_failure_of_one_with_all_that_is_known_of_it() -> None:
+    traceback = "Traceback (most recent call last):\n  ...\nValueError: bad data"
+    other = OneWorker()
+    failing = FailingWorker(message="ValueError: bad data", traceback=traceback, log_dir="/logs/1")
+    with job(other, failing) as runs:
+        wait_for_starts(other, failing)
+        failing.fail()
+        results = [run.result() for run in runs]
+    assert [result.state for result in results] == [WorkerState.FAILED] * 2
+    for result in results:
+        cause = result.root_cause
+        assert cause is not None
+        assert (cause.rank, cause.local_rank, cause.pid, cause.returncode) == (1, 0, 77, 3)
+        assert (cause.message, cause.traceback) == ("ValueError: bad data", traceback)
+        assert (cause.log_dir, cause.subsequent_ranks, cause.generation) == ("/logs/1", (), 1)
+        assert "worker of rank 1" in cause.summary
+        assert cause.summary in result.reason
+    remote = results[0].root_cause
+    assert remote is not None
+    assert remote.host == "h1"
+    assert [list(result.failures) for result in results] == [[], [1]]
+
+
+def test_a_failed_collective_is_not_the_cause_but_follows_from_it() -> None:
+    workers = [FailingWorker(message=CLOSED_BY_PEER), FailingWorker(message="ValueError: x")]
+    with job(*workers) as runs:
+        wait_for_starts(*workers)
+        for worker in workers:  # the failed collective is reported first
+            worker.fail()
+        causes = [run.result().root_cause for run in runs]
+    assert [cause and (cause.rank, cause.message) for cause in causes] == [(1, "ValueError: x")] * 2
+    assert [cause and cause.subsequent_ranks for cause in causes] == [(0,)] * 2
+
+
+def test_each_node_names_its_own_failure_if_the_handler_has_no_leader() -> None:
+    worker = FailingWorker(message="ValueError: x", stderr_tail="the end of stderr")
+    with running(worker) as run:
+        worker.fail()
         cause = run.result().root_cause
     assert cause is not None
-    assert (cause.host, cause.rank, cause.message) == ("n0", 0, "the cause")
-    assert cause.subsequent_ranks == (1,)
-    entry = store.get(f"{PREFIX}cause/first/raised")
-    assert entry is not None
-    assert entry.value == published
-
-
-def test_the_node_that_failed_first_publishes_the_root_cause() -> None:
-    workers, store = WorkerOfRankOne(), MemoryStore()
-    with running(workers, SecondNodeHandler(store, failed="n1")) as run:
-        workers.finish(7)
-        cause = run.result().root_cause
-    entry = store.get(f"{PREFIX}cause/first/raised")
-    assert entry is not None
-    assert cause is not None
-    assert (decode(entry.value), cause.rank, cause.returncode) == (cause, 1, 7)
-
-
-class StoreThatReportsListing(MemoryStore):
-    """A store that sets an event when the messages about a failure are listed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.listed = threading.Event()
-
-    def list(self, prefix: str) -> Listing:
-        listing = super().list(prefix)
-        if prefix.endswith("cause/"):
-            self.listed.set()
-        return listing
-
-
-def test_a_node_waits_for_the_root_cause_of_the_failed_node() -> None:
-    workers, store = WorkerOfRankOne(), StoreThatReportsListing()
-    handler = SecondNodeHandler(store)
-    with running(workers, handler) as run:
-        handler.has_failed.set()
-        assert store.listed.wait(30)
-        store.set(
-            f"{PREFIX}cause/first/raised", encode(root_cause_of(create_exit(0, "late"), "n0", 1))
-        )
-        cause = run.result().root_cause
-    assert cause is not None
-    assert cause.message == "late"
+    assert (cause.rank, cause.message, cause.stderr_tail) == (
+        0,
+        "ValueError: x",
+        "the end of stderr",
+    )
 
 
 class HandlerThatLosesPeer(SingleNodeHandler):
@@ -199,41 +132,46 @@ class HandlerThatLosesPeer(SingleNodeHandler):
             raise error
         return super().next_rendezvous()
 
-    def report_failure(self, reason: str, **evidence: object) -> bool:
-        del reason, evidence
-        return True
+    def report(self, report: Report) -> bool:
+        return report.kind is ReportKind.FAILURE
 
 
 def test_a_worker_that_failed_because_a_node_was_lost_is_not_the_root_cause() -> None:
     workers = OneWorker()
     with running(workers, HandlerThatLosesPeer(restarts=0, max_restarts=3)) as run:
-        workers.finish(7)
+        workers.end(7)
         result = run.result()
     assert (result.state, result.root_cause) == (WorkerState.FAILED, None)
     assert result.reason == "1 of at least 2 nodes are here; n1 was lost"
     assert result.failures[0].returncode == 7
 
 
-class HangingStore(MemoryStore):
-    """A store that does not answer until an event is set."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.answer = threading.Event()
-
-    def compare_set(
-        self, key: str, value: bytes, *, expected: int, ttl: float | None = None
-    ) -> CompareSetResult:
-        self.answer.wait(30)
-        return super().compare_set(key, value, expected=expected, ttl=ttl)
+def test_no_worker_has_failed_in_a_hang() -> None:
+    evidence = Evidence(
+        FailureKind.ELSEWHERE, "hung: rank 3 on b is at step 4", 3, node="b-1", host="b"
+    )
+    cause = remote_cause(Verdict(evidence, "b-1", "b"), 2)
+    assert (cause.host, cause.rank, cause.local_rank, cause.generation) == ("b", -1, -1, 2)
+    assert cause.summary == "hung: rank 3 on b is at step 4"
 
 
-def test_a_node_reports_its_own_failure_if_the_store_hangs() -> None:
-    workers, store = WorkerOfRankOne(), HangingStore()
-    with running(workers, SecondNodeHandler(store)) as run:
-        workers.finish(7)
-        cause = run.result().root_cause
-        assert not store.answer.is_set()
-        store.answer.set()
-    assert cause is not None
-    assert (cause.rank, cause.returncode) == (1, 7)
+def test_a_signal_is_named_on_all_nodes() -> None:
+    evidence = Evidence(FailureKind.KILLED, "worker of rank 3 was killed", 3, host="b")
+    verdict = Verdict(evidence, "b-1", "b", details=FailureDetails(3, 1, 5, -9))
+    assert (remote_cause(verdict, 1).signal, remote_cause(verdict, 1).returncode) == ("SIGKILL", -9)
+    unknown = remote_cause(Verdict(evidence, "b-1", "b"), 1)
+    assert (unknown.rank, unknown.pid, unknown.summary) == (3, 0, "worker of rank 3 was killed")
+
+
+def test_details_are_bounded_and_keep_the_end_of_a_traceback() -> None:
+    huge = FailureDetails(
+        message="é" * 10**6, traceback="Traceback\n" + "x\n" * 10**6 + "the end", log_dir="/" * 999
+    )
+    bounded = attrs.evolve(huge, stderr_tail="y\n" * 10**6).bounded()
+    assert len(str(attrs.asdict(bounded))) < MAX_TRACE_BYTES + 1024
+    assert bounded.traceback.startswith("Traceback")
+    assert bounded.traceback.endswith("the end")
+    assert bounded.stderr_tail == ""
+    only_stderr = FailureDetails(stderr_tail="y\n" * 10**6 + "the end").bounded()
+    assert only_stderr.stderr_tail.endswith("the end")
+    assert bounded.bounded() == bounded

@@ -24,7 +24,7 @@ from results import Results, results_from_json
 sys.path.append(str(HERE.parent))
 from processes import find_processes
 
-# An interrupted benchmark kills its jobs and removes their files, and the supervisor processes of
+# An interrupted benchmark kills its jobs and removes their files, and the guardian processes of
 # killed jobs do the same. Both may take this long.
 EXIT_TIMEOUT_S = 20.0
 # Benchmarks run on the disk of this checkout. The system's temporary directory may be on another.

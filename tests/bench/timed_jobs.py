@@ -141,22 +141,22 @@ class Job:
     def kill_node(agent: subprocess.Popen[bytes]) -> None:
         """Kill a launcher and all of its descendants with SIGKILL.
 
-        The supervisor process of elasticrun is not killed, because it removes the files of a killed
+        The guardian process of elasticrun is not killed, because it removes the files of a killed
         agent.
         """
         pids = [agent.pid]
         for pid in pids:
             with suppress(OSError):
                 pids += find_children(pid)
-        for pid in [pid for pid in pids if not _is_supervisor(pid)]:
+        for pid in [pid for pid in pids if not _is_guardian(pid)]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         agent.wait()
 
 
-def _is_supervisor(pid: int) -> bool:
+def _is_guardian(pid: int) -> bool:
     try:
-        return b"elasticlib.workers.supervisor" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"elasticlib.workers.guardian" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 

@@ -108,7 +108,7 @@ def close(manager: CheckpointManager) -> None:
     manager.close()
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "act",
     [

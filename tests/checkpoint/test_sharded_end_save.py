@@ -348,10 +348,29 @@ class Fleet:
             self.folders[step][name] = 1
         self.quiet_s = 0.0
 
+    def run_to_the_end(self) -> None:
+        """Let all agents that have not died act until they end. No more writing fails."""
+        for _ in range(100):
+            for agent in tuple(self.tasks):
+                self.end(agent, "complete")
+            if True not in [self.start(agent) for agent in self.idle]:
+                self.quiet_s += 5.0
+        assert not self.idle, "an agent never ends"
+
     @property
     def idle(self) -> list[int]:
         agents = set(range(len(self.holdings)))
         return sorted(agents - self.dead - self.ended.keys() - self.tasks.keys())
+
+
+def test_the_part_of_a_dead_agent_is_written_again_although_an_older_state_is_saved() -> None:
+    fleet = Fleet([{(5, 0): 0}, {(6, 0): 0}, {(5, 0): 0, (6, 0): 0}], num_parts=1)
+    assert fleet.start(0)
+    assert fleet.start(1)
+    fleet.end(0, "complete")
+    fleet.end(1, "die")
+    fleet.run_to_the_end()
+    assert fleet.committed == {5, 6}
 
 
 @given(st.data())
@@ -372,15 +391,7 @@ def test_the_newest_state_whose_parts_have_agents_that_can_write_is_committed(
             fleet.end(agent, "complete" if agent in steady else outcome)
         else:
             break
-    for agent in tuple(fleet.tasks):
-        fleet.end(agent, "complete")
-    for _ in range(100):
-        acted = [fleet.start(agent) for agent in fleet.idle]
-        for agent in tuple(fleet.tasks):
-            fleet.end(agent, "complete")
-        if True not in acted:
-            fleet.quiet_s += 5.0
-    assert not fleet.idle, "an agent never ends"
+    fleet.run_to_the_end()
     held = {step: {p for a in steady for s, p in fleet.holdings[a] if s == step} for step in (5, 6)}
     possible = [step for step, parts in held.items() if len(parts) == num_parts]
     assert max(fleet.committed, default=0) >= max(possible, default=0)

@@ -135,7 +135,7 @@ def test_a_drain_signal_to_every_process_of_a_node_stops_none_before_the_save(
         assert has_signal(pid, "SigIgn", signal.SIGUSR2)
         # A worker can install a handler for the signal, because it is not blocked.
         assert not has_signal(pid, "SigBlk", signal.SIGUSR2)
-    # Slurm signals the agent, its supervisor and fork server, the workers and their children.
+    # Slurm signals the agent, its guardian and fork server, the workers and their children.
     processes = job.processes()
     assert len(processes) == 7
     slow = job.folder / "slow"
@@ -181,7 +181,7 @@ def test_each_sigint_skips_to_the_next_step_of_a_stop_and_other_signals_change_n
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2):
         agent.signal(number)
     agent.signal(signal.SIGINT)
-    agent.wait_for_log("still running after the time to save, sending SIGTERM: pid")
+    agent.wait_for_log("SIGINT arrived, sending SIGTERM: pid")
     wait_until("one worker to get SIGTERM", (job.folder / "got_sigterm.0").exists)
     holds[0].unlink()
     wait_until("that worker to exit", lambda: not is_alive(workers[0]), save.timeout)

@@ -105,7 +105,7 @@ def test_a_node_that_fails_its_check_after_a_failure_leaves_and_no_restart_is_co
     assert "GPU 3 has fallen off the bus" in nodes["h3"].text
     after = cluster.job.wait_for_world(2, after=generation_of(before))
     check_consistent_world(after)
-    assert [report["node"] for report in after] == ["h1", "h2"]
+    assert {report["node"] for report in after} == {"h1", "h2"}
     assert {report["TORCHELASTIC_RESTART_COUNT"] for report in after} == {"0"}
     # The workers of the other nodes did not fail, so these nodes are not checked again.
     assert [num_checks(folder, host) for host in hosts] == [1, 1, 2]

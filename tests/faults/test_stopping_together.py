@@ -20,12 +20,9 @@ CONTEXT = str(PROGRAMS / "context_worker.py")
 SHORT = ("--shutdown-timeout", "0.1")
 
 
-def start_agent(
-    job: Job, name: str, *flags: str, worker: tuple[str, ...] = (), resize: str = ""
-) -> Node:
+def start_agent(job: Job, name: str, *flags: str, worker: tuple[str, ...] = ()) -> Node:
     """Start an agent whose workers ask their context whether to stop."""
-    fields = {"agent": {"resize_mode": resize}} if resize else None
-    command = job.agent_command(*flags, program=CONTEXT, worker=worker, fields=fields)
+    command = job.agent_command(*flags, program=CONTEXT, worker=worker)
     return job.start(name, *command, PYTHONPATH=WITHOUT_TORCH)
 
 
@@ -65,19 +62,6 @@ def test_all_ranks_stop_at_one_step_for_each_reason_and_no_step_is_lost(
     job.finish()
     assert [node.exit_code() for node in nodes.values()] == [0]
     check_no_step_is_lost(job)
-
-
-def test_an_immediate_resize_does_not_wait_for_the_workers_to_save(job: Job) -> None:
-    meet = ("--nnodes", "1:2", "--rdzv-endpoint", job.start_store())
-    last = ("--rdzv-conf", "last_call_timeout=0.3")
-    nodes = [start_agent(job, "a", *meet, *last, resize="immediate")]
-    one = job.wait_for_world(1)
-    wait_for_steps(job)
-    nodes.append(start_agent(job, "b", *meet, *last, resize="immediate"))
-    job.wait_for_world(2, after=generation_of(one))
-    assert not list(job.folder.glob("stopped.*"))
-    job.finish()
-    assert [node.exit_code() for node in nodes] == [0, 0]
 
 
 def test_hung_workers_are_restarted_after_their_stacks_are_written(job: Job) -> None:

@@ -28,13 +28,18 @@ import torch.distributed as dist
 from ports import free_port
 
 from elasticlib.testing.waiting import wait_until
-from elasticlib.workers.interface import RESIZE
+from elasticlib.workers.interface import RESIZE, WorkerView
 from elasticlib.workers.spec import SNAPSHOTS_ENV
 from elasticlib.workers.worker_channel import CHANNEL_ENV, WorkerChannel
 
 EXTRA_STEPS = 15  # steps after the last action of a test; workers are fewer steps apart
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["training", "torch._dynamo", "torch.distributed.nn"])
+
+
+def see(channel: WorkerChannel) -> WorkerView:
+    """Return what an agent knows of a worker that is a member of a group."""
+    return channel.view("worker", is_member=True, has_called_should_stop=False)
 
 
 class ScriptedAgent:
@@ -166,10 +171,8 @@ class ScriptedAgent:
             channel.request_stop(RESIZE, deadline)
         stop_call = 0
         for channel in channels:
-            wait_until(
-                "a call of should_stop", lambda c=channel: c.earliest_stop_call() is not None
-            )
-            stop_call = max(stop_call, channel.earliest_stop_call() or 0)
+            wait_until("a call of should_stop", lambda c=channel: see(c).stop_call is not None)
+            stop_call = max(stop_call, see(channel).stop_call or 0)
         for channel in channels:
             channel.set_stop_call(stop_call, RESIZE, deadline)
 
@@ -178,7 +181,7 @@ class ScriptedAgent:
 
         def condition(number: int) -> bool:
             assert self.processes[number].is_alive(), f"worker {number} has exited"
-            return self.channels[number].is_standby
+            return see(self.channels[number]).is_ready
 
         for number in numbers:
             wait_until(f"worker {number} has left its group", partial(condition, number))

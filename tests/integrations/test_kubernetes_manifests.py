@@ -34,7 +34,7 @@ from manifests import (  # noqa: E402
     with_master,
 )
 
-from elasticlib.agent.stop_procedure import StopTimeouts  # noqa: E402
+from elasticlib.agent.options import StopTimeouts  # noqa: E402
 from elasticlib.launch.arguments import LaunchRequest, parse_launch  # noqa: E402
 from elasticlib.launch.cli import _parser  # noqa: E402
 from elasticlib.workers.spec import Module  # noqa: E402

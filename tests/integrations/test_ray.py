@@ -98,7 +98,7 @@ class RayCluster:
         return command_lines
 
     def job_processes(self) -> dict[int, str]:
-        """Return the processes of jobs: agents, their supervisors and workers."""
+        """Return the processes of jobs: agents, their guardians and workers."""
         rays = ("/ray/", "ray::")
         return {
             pid: line
@@ -225,11 +225,11 @@ def test_workers_are_restarted_and_agents_replaced(job: Job, rays: RayCluster) -
 
 
 def agent_of(worker: int) -> int:
-    """Return the agent of a worker: the parent of its supervisor process."""
-    pid = worker
-    while Path(f"/proc/{pid}/comm").read_text() != "supervisor\n":
+    """Return the agent of a worker: its parent, or that of its fork servers."""
+    pid = parent_of(worker)
+    while Path(f"/proc/{pid}/comm").read_text() == "fork-server\n":
         pid = parent_of(pid)
-    return parent_of(pid)
+    return pid
 
 
 def parent_of(pid: int) -> int:

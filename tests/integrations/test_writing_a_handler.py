@@ -99,7 +99,7 @@ class TwoAgents:
     def close(self) -> None:
         for name, run in self.runs.items():
             run.agent.handle_signal(signal.SIGTERM)
-            self.workers[name].finish()
+            self.workers[name].end()
         for run in self.runs.values():
             run.result()
 
@@ -115,12 +115,12 @@ def two_agents(tmp_path: Path) -> Iterator[TwoAgents]:
 
 
 def test_a_finished_node_waits_for_the_others_and_all_succeed(two_agents: TwoAgents) -> None:
-    two_agents.workers["a"].finish()
-    wait_until("a to be done", lambda: two_agents.workers["a"].running() == {})
+    two_agents.workers["a"].end()
+    wait_until("a to be done", lambda: two_agents.workers["a"].view() == {})
     # Each agent polls the job every 10 ms.
     assert not two_agents.runs["a"].ends_within(0.5)
-    assert two_agents.workers["b"].running()
-    two_agents.workers["b"].finish()
+    assert two_agents.workers["b"].view()
+    two_agents.workers["b"].end()
     results = [run.result() for run in two_agents.runs.values()]
     assert [result.state for result in results] == [WorkerState.SUCCEEDED] * 2
     assert [workers.starts for workers in two_agents.workers.values()] == [1, 1]
@@ -129,12 +129,12 @@ def test_a_finished_node_waits_for_the_others_and_all_succeed(two_agents: TwoAge
 def test_a_failure_after_another_node_has_finished_restarts_both(
     two_agents: TwoAgents,
 ) -> None:
-    two_agents.workers["a"].finish()
-    wait_until("a to be done", lambda: two_agents.workers["a"].running() == {})
-    two_agents.workers["b"].finish(1)
+    two_agents.workers["a"].end()
+    wait_until("a to be done", lambda: two_agents.workers["a"].view() == {})
+    two_agents.workers["b"].end(1)
     two_agents.started(2)
     for workers in two_agents.workers.values():
-        workers.finish()
+        workers.end()
     results = [run.result() for run in two_agents.runs.values()]
     assert [result.state for result in results] == [WorkerState.SUCCEEDED] * 2
     assert [result.generation for result in results] == [2, 2]
@@ -143,9 +143,9 @@ def test_a_failure_after_another_node_has_finished_restarts_both(
 def test_a_node_without_restarts_left_ends_the_job_for_both_with_the_reason(
     two_agents: TwoAgents,
 ) -> None:
-    two_agents.workers["b"].finish(1)
+    two_agents.workers["b"].end(1)
     two_agents.started(2)
-    two_agents.workers["b"].finish(1)
+    two_agents.workers["b"].end(1)
     first, second = (run.result() for run in two_agents.runs.values())
     assert [first.state, second.state] == [WorkerState.FAILED] * 2
     assert first.reason == "closed by b: see its log"

@@ -85,8 +85,8 @@ INVALID = [
     ("--standalone --rdzv-backend file SCRIPT", "own tcp store: remove --rdzv-backend file"),
     ("--rdzv-endpoint h:99999 SCRIPT", "HOST:PORT"),
     (
-        "--nnodes 2 --rdzv-endpoint h:1 --rdzv-id= SCRIPT",
-        "--rdzv-id must have 1 to 256 bytes, got ''",
+        "--nnodes 2 --rdzv-backend file --rdzv-endpoint folder --rdzv-id= SCRIPT",
+        "give each job a unique --rdzv-id",
     ),
     ("--nproc-per-node 0 SCRIPT", "at least 1, got 0"),
     ("--nproc-per-node many SCRIPT", "a registered torch backend, got 'many'"),

@@ -57,9 +57,8 @@ def test_failed_job_raises_the_first_failure(tmp_path: Path) -> None:
 def test_signal_that_stops_or_drains_the_job_raises_an_exception(
     number: signal.Signals,
 ) -> None:
-    # The worker is a shell, which the supervisor process has started, a child of the launcher.
-    launcher = r"$(sed -n 's/^PPid:\t//p' /proc/$PPID/status)"
-    kind, message = call_main(*SHELL, f"kill -{number.name[3:]} {launcher}; exec sleep 60")
+    # The worker is a shell, a child of the launcher.
+    kind, message = call_main(*SHELL, f"kill -{number.name[3:]} $PPID; exec sleep 60")
     assert (kind, number.name in str(message)) == ("SignalException", True)
 
 

@@ -118,7 +118,7 @@ def test_page_lists_each_variable_that_the_sources_of_torchrun_read() -> None:
     group = WorkerGroup(WorkerSpec(Script("x")), workers, "job", 1, 0, 1, "h", 1)
 
     def variables_of_worker(inherited: dict[str, str]) -> set[str]:
-        return set(worker_environment(group, worker, inherited, error_file="", cores=1))
+        return set(worker_environment(group, worker, inherited, cores=1))
 
     set_for_workers = variables_of_worker({})
     # torchrun passes the first two on, and only a worker uses the last one.

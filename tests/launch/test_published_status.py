@@ -19,24 +19,23 @@ from elasticlib.observe.history import JobState
 from elasticlib.observe.journal import NodeJournal
 from elasticlib.observe.node_status import StatusReader
 from elasticlib.testing.waiting import DEFAULT_TIMEOUT_S, wait_until
-from elasticlib.workers.interface import Heartbeat
+from elasticlib.workers.interface import Heartbeat, WorkerView
 
 
 def test_only_the_stacks_of_the_requested_ranks_are_dumped() -> None:
     dumped: list[set[int]] = []
 
-    def dump(local_ranks: Any) -> dict[int, str]:
+    def collect(local_ranks: Any, timeout_s: float) -> dict[int, str]:
+        assert timeout_s > 0
         dumped.append(set(local_ranks))
         return {local: f"of {local}" for local in local_ranks if local != 2}
 
     workers = [SimpleNamespace(local_rank=local, rank=4 + local) for local in range(4)]
+    beat = Heartbeat(can_dump_stacks=True)
     agent: Any = SimpleNamespace(
         get_worker_group=lambda: SimpleNamespace(workers=workers),
-        workers=SimpleNamespace(
-            running=lambda: {local: f"pid {local}" for local in range(4)},
-            dump_stacks=dump,
-            heartbeats=lambda: {local: Heartbeat(can_dump_stacks=True) for local in range(4)},
-        ),
+        view=lambda: {local: WorkerView(f"pid {local}", heartbeat=beat) for local in range(4)},
+        collect_stacks=collect,
     )
     stacks = stacks_of(agent)(frozenset({5, 6, 9}))
     assert dumped == [{1, 2}]
@@ -44,7 +43,7 @@ def test_only_the_stacks_of_the_requested_ranks_are_dumped() -> None:
 
 
 def test_node_publishes_the_age_of_its_last_contact_with_the_store() -> None:
-    agent: Any = SimpleNamespace(workers=SimpleNamespace(heartbeats=dict), stalled_s=lambda: 0.0)
+    agent: Any = SimpleNamespace(view=dict, stalled_s=lambda: 0.0)
     with contextlib.ExitStack() as stack:
         setup = open_rendezvous(LaunchConfig())
         stack.callback(setup.close)
@@ -70,6 +69,6 @@ def test_events_of_an_agent_with_a_custom_handler_are_recorded(tmp_path: Path) -
     node = Node("n-1", "n", "127.0.0.1", slots=1)
     with observe_node(handler, workers, path, node=node) as journal:  # noqa: SIM117
         with running(workers, handler, journal=journal) as run:
-            workers.finish()
+            workers.end()
             assert run.result().state is WorkerState.SUCCEEDED
     assert read_history(path).state is JobState.SUCCEEDED

@@ -11,7 +11,6 @@ from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import parse
 from elasticlib.launch.command_line import build_parser
 from elasticlib.launch.launch_config import LaunchConfig, SupervisionOptions
-from elasticlib.workers.interface import StopNotice
 
 TERM, INT, HUP, QUIT = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
 USR1, USR2 = signal.SIGUSR1, signal.SIGUSR2
@@ -99,7 +98,7 @@ def test_hang_timeout_sets_the_limits_of_the_hang_detector(
     line: str, is_detected: bool, seconds: float | None, script: str
 ) -> None:
     agent = parse_supervision(line, script).agent
-    assert (agent.resize_mode, agent.hang_limits is not None) == ("at-step", is_detected)
+    assert (agent.hang_limits is not None) == is_detected
     assert getattr(agent.hang_limits, "timeout", None) == seconds
 
 
@@ -107,14 +106,6 @@ def test_hang_timeout_sets_the_limits_of_the_hang_detector(
 def test_invalid_hang_timeout_is_rejected(text: str, script: str) -> None:
     with pytest.raises(ConfigError, match="--hang-timeout must be auto or seconds"):
         parse_supervision(f"--hang-timeout={text}", script)
-
-
-def test_resize_gives_a_notice_only_in_mode_at_step() -> None:
-    assert AgentOptions(resize_mode="immediate").make_notice("resize") is None
-    assert AgentOptions(resize_mode="at-step").make_notice("resize") == StopNotice("resize", 30.0)
-    assert AgentOptions(resize_mode="immediate").make_notice("drain") == StopNotice("drain", 30.0)
-    with pytest.raises(ConfigError, match="resize_mode must be one of immediate, at-step, got"):
-        AgentOptions(resize_mode="later")
 
 
 def test_snapshot_replicas_are_limited_by_the_number_of_other_nodes(script: str) -> None:

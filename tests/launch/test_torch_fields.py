@@ -136,9 +136,18 @@ def test_a_single_node_with_an_empty_run_id_gets_a_new_one_at_its_launch(
     assert all(run_id.startswith("train-") for run_id in run_ids)
 
 
-def test_several_nodes_with_an_empty_run_id_are_rejected() -> None:
-    with pytest.raises(ConfigError, match=r"run_id must have 1 to 256 bytes, got ''"):
-        LaunchConfig(1, 2, run_id="", rdzv_endpoint="node0")
+def test_several_nodes_with_an_empty_run_id_use_the_default_unless_jobs_may_share_the_store() -> (
+    None
+):
+    for backend in ("c10d", "static"):
+        rank = {"node_rank": 0} if backend == "static" else {}
+        nodes = (2, 2) if backend == "static" else (1, 2)
+        config = LaunchConfig(
+            *nodes, run_id="", rdzv_endpoint="node0", rdzv_backend=backend, **rank
+        )
+        assert config.run_id == "none"
+    with pytest.raises(ConfigError, match="give each job a unique run_id"):
+        LaunchConfig(1, 2, run_id="", rdzv_endpoint="a/folder", rdzv_backend="file")
 
 
 def test_static_rank_and_timeout_are_accepted_under_the_names_of_torch() -> None:

@@ -332,6 +332,7 @@ def test_all_nodes_answer_a_stop_and_each_agent_gets_it_once(stores: tuple[Store
         result = client.send(make_request("stop"), job.nodes)
         assert not result.missing
         assert result.answers["id9"] == ControlAnswer("id9", "host9", True, "ends")
+        wait_until("the nodes to act", lambda: all(node.actions for node in nodes))
         assert [node.actions for node in nodes] == [[ControlAction.STOP]] * 4
         # The request is still in the store, where the nodes may read it again.
         assert not any(node.poll(node_store) for node in nodes)
@@ -349,6 +350,7 @@ def test_only_the_node_that_is_named_reacts(stores: tuple[Store, Store]) -> None
         assert result_lines(result) == [
             "host1 (rank 1): leaves the job once its 2 workers have stopped"
         ]
+        wait_until("the node to act", lambda: nodes[1].actions)
         assert [node.actions for node in nodes] == [[], [ControlAction.DRAIN], [], []]
 
 

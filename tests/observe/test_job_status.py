@@ -33,11 +33,11 @@ from elasticlib.observe.job_status import (
 from elasticlib.observe.node_status import NodeReport
 from elasticlib.observe.stack_query import JobStacks, NodeStacks, group_stacks, stack_lines
 from elasticlib.rendezvous.bad_nodes import ExcludedHost
+from elasticlib.rendezvous.blame import Evidence, FailureKind, Verdict
 from elasticlib.rendezvous.membership import (
     JobPhase,
     LeaderStatus,
     Membership,
-    NodeFailure,
     NodeRecord,
     RendezvousSettings,
     begin_resize,
@@ -120,7 +120,9 @@ def test_state_between_two_generations_depends_on_the_reason() -> None:
     assert state_of(FORMED, S.RESTARTING, S.DRAINING) is S.DRAINING
     assert state_of(end_generation(FORMED, "gone")) is S.RENDEZVOUS
     assert state_of(end_generation(FORMED, "gone"), num_alive=1) is S.WAITING
-    assert state_of(end_generation(FORMED, "failed", NodeFailure("id0", "rank 0"))) is S.RESTARTING
+    failed, lost = (Verdict(Evidence(kind)) for kind in (FailureKind.RAISED, FailureKind.LOST))
+    assert state_of(end_generation(FORMED, "failed", failed)) is S.RESTARTING
+    assert state_of(end_generation(FORMED, "gone", lost)) is S.RENDEZVOUS
     assert state_of(begin_resize(FORMED, "one more")) is S.RESIZING
 
 

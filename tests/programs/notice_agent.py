@@ -9,13 +9,15 @@ import os
 import sys
 from pathlib import Path
 
-from elasticlib import LocalWorkers, Workers
+import attrs
+
+from elasticlib import LocalWorkers
 from elasticlib.launch.arguments import parse
 from elasticlib.launch.elastic_launch import run_node
 from elasticlib.workers.interface import StopNotice
 
 
-class NoticedWorkers(LocalWorkers, Workers):
+class NoticedWorkers(LocalWorkers):
     """Workers that find their notices in a directory."""
 
     def __init__(self, folder: str, ignored: tuple[int, ...]) -> None:
@@ -27,10 +29,13 @@ class NoticedWorkers(LocalWorkers, Workers):
         self._generation = group.generation
         super().start(group, on_exit)
 
-    def notify(self, notice: StopNotice) -> bool:
+    def view(self):
+        return {n: attrs.evolve(one, takes_notices=True) for n, one in super().view().items()}
+
+    def notify(self, notice: StopNotice, call: int | None) -> None:
+        del call  # These workers never call should_stop.
         path = self._notices / f"notice.{os.environ['NODE']}.{self._generation}"
         path.write_text(f"{notice.reason} {notice.grace_s:g}")
-        return True
 
 
 def main() -> int:

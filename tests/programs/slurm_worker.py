@@ -42,10 +42,9 @@ def enter_folder() -> None:
 
 
 def find_agent() -> int:
-    """Return the pid of the agent: the parent of the supervisor process."""
-    pid, is_supervisor = os.getpid(), False
-    while not is_supervisor:
-        is_supervisor = Path(f"/proc/{pid}/comm").read_text() == "supervisor\n"
+    """Return the pid of the agent: the parent of this process, or of its fork servers."""
+    pid = os.getppid()
+    while Path(f"/proc/{pid}/comm").read_text() == "fork-server\n":
         pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     return pid
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticlib.rendezvous.handler import DynamicRendezvousHandler
+from elasticlib.rendezvous.interface import Report, ReportKind
 from elasticlib.rendezvous.membership import Node, RendezvousSettings, RendezvousTimeouts
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.testing.rendezvous_cluster import FakeBootstrapStore
@@ -65,7 +66,7 @@ class ClusterNode:
 
     def finish(self) -> NodeResult:
         """Report success, and return the kind of the next change."""
-        self.handler.report_success()
+        self.handler.report(Report(ReportKind.SUCCESS))
         return [self._wait_for_change()]
 
     def leave(self) -> NodeResult:

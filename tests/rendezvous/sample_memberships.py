@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import attrs
 
+from elasticlib.rendezvous.blame import Evidence, FailureKind, Verdict, blame
 from elasticlib.rendezvous.membership import (
     Membership,
     NodeRecord,
@@ -58,3 +59,21 @@ def mark_running(document: Membership) -> list[NodeRecord]:
         )
         for rank, member in enumerate(document.members)
     ]
+
+
+def with_failure(
+    member: NodeRecord,
+    text: str,
+    kind: FailureKind = FailureKind.RAISED,
+    *,
+    membership_id: str = "1.m",
+) -> NodeRecord:
+    """Return the record of a node whose workers failed."""
+    return attrs.evolve(member, evidence=Evidence(kind, text), evidence_of=membership_id)
+
+
+def failed_by(member: NodeRecord, text: str, kind: FailureKind = FailureKind.RAISED) -> Verdict:
+    """Return the verdict on a failure that only this node has reported."""
+    verdict = blame([Evidence(kind, text, node=member.id, host=member.host)])
+    assert verdict is not None
+    return verdict

@@ -1,7 +1,8 @@
 """A job without threads whose nodes run step by step on a simulated clock.
 
-Each node is the real `LocalNode` with a client that counts its store operations. Nothing happens
-unless the test calls `step`, `poll` or `form_generation`, so the order of all operations is fixed.
+Each node is the real `RendezvousNode` with a client that counts its store operations. Nothing
+happens unless the test calls `step`, `poll` or `form_generation`, so the order of all operations is
+fixed.
 """
 
 from __future__ import annotations
@@ -10,8 +11,7 @@ import itertools
 from collections import Counter
 
 from elasticlib.errors import StoreConnectionError
-from elasticlib.rendezvous.blame import FailureKind
-from elasticlib.rendezvous.local_node import JobSnapshot, LocalNode
+from elasticlib.rendezvous.blame import Evidence, FailureKind
 from elasticlib.rendezvous.membership import (
     JobPhase,
     Membership,
@@ -19,6 +19,7 @@ from elasticlib.rendezvous.membership import (
     RendezvousSettings,
     RendezvousTimeouts,
 )
+from elasticlib.rendezvous.node import JobSnapshot, RendezvousNode
 from elasticlib.rendezvous.store_layout import JobListing, StoreKeys
 from elasticlib.stores.interface import CompareSetResult, Entry, Listing, Store
 from elasticlib.stores.memory_store import MemoryStore
@@ -101,7 +102,7 @@ class StepwiseNode:
         self.store = CountingStore(cluster.memory.client())
         record = Node(id=f"{name}-1", host=name, address="127.0.0.1", slots=1)
         self.id = record.id
-        self.local_node = LocalNode(
+        self.local_node = RendezvousNode(
             self.store, RUN_ID, record, settings, RendezvousTimeouts(lease_ttl=LEASE_TTL)
         )
         self.local_node.intent = self.local_node.intent.request_join()
@@ -142,8 +143,8 @@ class StepwiseNode:
         self.local_node.intent = self.local_node.intent.record_success()
 
     def fail(self, *, killed: bool = False) -> None:
-        self.local_node.intent = self.local_node.intent.record_failure(
-            "its workers failed", FailureKind.KILLED if killed else FailureKind.RAISED
+        self.local_node.intent = self.local_node.intent.record_evidence(
+            Evidence(FailureKind.KILLED if killed else FailureKind.RAISED, "its workers failed")
         )
 
     def leave(self) -> None:
@@ -154,7 +155,7 @@ class StepwiseNode:
         if self.local_node.intent.is_joining:
             assignment = self.local_node.enter_generation()
             if assignment is not None and assignment.group_rank == 0 and self.publishes_endpoint:
-                self.local_node.write_reports(snapshot, endpoint="127.0.0.1:1")
+                self.local_node.write_endpoint(snapshot, "127.0.0.1:1")
         elif self.local_node.intent.change(snapshot.state) is not None:
             self.local_node.intent = self.local_node.intent.request_join()
 

@@ -7,7 +7,18 @@ import pytest
 from handler_cluster import HandlerCluster, next_change
 from hypothesis import given
 from hypothesis import strategies as st
-from sample_memberships import A, B, C, D, create_generation, create_node, create_view, mark_stopped
+from sample_memberships import (
+    A,
+    B,
+    C,
+    D,
+    create_generation,
+    create_node,
+    create_view,
+    failed_by,
+    mark_stopped,
+    with_failure,
+)
 
 from elasticlib.errors import ConfigError, RendezvousClosedError
 from elasticlib.rendezvous.bad_nodes import (
@@ -23,13 +34,13 @@ from elasticlib.rendezvous.membership import (
     MAX_BAD_NODE_WINDOW,
     JobPhase,
     Membership,
-    NodeFailure,
     NodeRecord,
     RendezvousSettings,
     end_generation,
 )
 from elasticlib.rendezvous.node_intent import NodeIntent
 from elasticlib.rendezvous.reconcile import ReconcileResult, reconcile
+from elasticlib.testing.rendezvous_cluster import report_failure
 
 SETTINGS = RendezvousSettings(2, 4, max_restarts=10, last_call_timeout=2.0)
 REASON = "its workers failed first in 3 of the last 5 generations (bad_node_failures, --rdzv-conf)"
@@ -124,7 +135,7 @@ def failed(
     document = create_generation(*members, settings=settings)
     first = tuple(FirstFailure(number, host) for number, host in enumerate(history, 1))
     document = attrs.evolve(document, generation=len(history) + 1, first_failures=first)
-    return end_generation(document, "a: exit code 1", NodeFailure(members[0].id, "exit code 1"))
+    return end_generation(document, "a: exit code 1", failed_by(members[0], "exit code 1"))
 
 
 def decide(document: Membership, *live: NodeRecord) -> ReconcileResult:
@@ -138,7 +149,7 @@ def test_the_host_that_failed_first_in_three_of_five_generations_is_excluded() -
     assert excluded.excluded_hosts == (ExcludedHost("a", REASON),)
     reason = f"a is excluded, because {REASON}; the last failure was a: exit code 1"
     assert excluded.reason == reason
-    assert (excluded.phase, excluded.failure, excluded.restarts) == (JobPhase.FORMING, None, 0)
+    assert (excluded.phase, excluded.restarts) == (JobPhase.FORMING, 0)
     formed = decide(excluded, A, B, C).new_membership
     assert formed is not None
     assert [member.host for member in formed.members] == ["b", "c"]
@@ -186,14 +197,8 @@ def test_a_failure_that_a_lost_node_may_have_caused_does_not_count() -> None:
     assert [item.generation for item in formed.first_failures] == [1, 2]
 
 
-def mark_evidence(node: NodeRecord, kind: FailureKind, hung: int = -1) -> NodeRecord:
-    return attrs.evolve(
-        node,
-        failure_reason=f"{node.host}: {kind.value}",
-        failed_membership_id="1.m",
-        failure_kind=kind,
-        hung_node_rank=hung,
-    )
+def mark_evidence(node: NodeRecord, kind: FailureKind) -> NodeRecord:
+    return with_failure(node, f"{node.host}: {kind.value}", kind)
 
 
 COLLECTIVE = FailureKind.COLLECTIVE
@@ -206,7 +211,7 @@ def test_a_failed_collective_excludes_and_evicts_no_host_and_uses_the_budget(
     settings = attrs.evolve(SETTINGS, max_restarts=max_restarts)
     document = attrs.evolve(
         failed(A, B, C, history="aa", settings=settings),
-        failure=NodeFailure(A.id, "Connection closed by peer", COLLECTIVE),
+        verdict=failed_by(A, "Connection closed by peer", COLLECTIVE),
     )
     after = decide(document, A, B, C).new_membership
     assert after is not None
@@ -220,37 +225,36 @@ def test_a_failed_collective_excludes_and_evicts_no_host_and_uses_the_budget(
 
 
 @pytest.mark.parametrize(
-    ("kind", "hung", "host"),
+    ("kind", "host"),
     [
-        (FailureKind.CRASHED, -1, "c"),
-        (FailureKind.RAISED, -1, "c"),
-        # The first node that has found the hang reports it, with the node of the rank that hangs.
-        (FailureKind.HUNG, 1, "b"),
-        (FailureKind.HUNG, 7, None),
-        (FailureKind.STALLED, -1, None),
-        (FailureKind.COLLECTIVE, -1, None),
+        (FailureKind.CRASHED, "c"),
+        (FailureKind.RAISED, "c"),
+        (FailureKind.ELSEWHERE, "c"),
+        (FailureKind.COLLECTIVE, None),
     ],
 )
 def test_stronger_evidence_than_that_of_the_first_node_decides(
-    kind: FailureKind, hung: int, host: str | None
+    kind: FailureKind, host: str | None
 ) -> None:
     document = create_generation(A, B, C, settings=SETTINGS)
     first = mark_evidence(A, COLLECTIVE)
     opened = reconcile(create_view(document, first, B, C)).new_membership
     assert opened is not None
-    formed = decide(opened, first, B, mark_evidence(C, kind, hung)).new_membership
+    formed = decide(opened, first, B, mark_evidence(C, kind)).new_membership
     assert formed is not None
     assert [item.host for item in formed.first_failures] == ([host] if host else [])
     assert (formed.phase, formed.restarts) == (JobPhase.ACTIVE, 1)
     assert formed.reason == (f"{host}: c: {kind.value}" if host else "a: a: collective")
 
 
-def test_nodes_whose_workers_had_left_are_mentioned_in_the_error_of_a_collective() -> None:
+def test_a_node_whose_workers_had_exited_before_a_collective_failed_is_named() -> None:
     document = create_generation(A, B, settings=SETTINGS)
     view = create_view(document, mark_evidence(A, COLLECTIVE), B, finished_ids=frozenset({B.id}))
     opened = reconcile(view).new_membership
     assert opened is not None
-    assert opened.reason == "a: a: collective; the workers of b had exited with code 0 before"
+    assert opened.reason == "b: its workers had exited with code 0 before a: a: collective"
+    assert opened.verdict is not None
+    assert opened.verdict.named_host == "b"
 
 
 def test_an_evicted_node_is_remembered_by_its_host() -> None:
@@ -302,7 +306,7 @@ def test_handlers_on_an_excluded_host_get_the_reason(
     for _ in range(2):
         for future in [cluster.join(handler) for handler in handlers]:
             future.result(20)
-        assert handlers[0].report_failure("exit code 1")
+        assert report_failure(handlers[0], "exit code 1")
         assert all(next_change(handler) for handler in handlers)
     joining = [cluster.join(handler) for handler in handlers]
     with pytest.raises(RendezvousClosedError, match="excluded: the job continues without this"):

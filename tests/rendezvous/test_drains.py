@@ -9,8 +9,9 @@ from handler_cluster import HandlerCluster, next_change, read_state
 
 from elasticlib.errors import RendezvousClosedError
 from elasticlib.rendezvous.blame import FailureKind
-from elasticlib.rendezvous.interface import Change, ChangeKind
+from elasticlib.rendezvous.interface import Change, ChangeKind, Report, ReportKind
 from elasticlib.rendezvous.membership import GenerationTrigger, JobPhase, RendezvousSettings
+from elasticlib.testing.rendezvous_cluster import report_failure
 from elasticlib.testing.waiting import wait_until
 
 
@@ -22,7 +23,7 @@ def test_a_drain_is_reported_to_all_nodes_and_the_others_continue_after_it(
     # All nodes have read the store, so that none of them misses the last call.
     assert not any(handler.is_closed() for handler in handlers)
     assert [info.world_size for info in cluster.join_all(handlers)] == [3, 3, 3]
-    handlers[1].report_drain("SIGUSR2")
+    handlers[1].report(Report(ReportKind.DRAIN, "SIGUSR2"))
     expected = Change(ChangeKind.RESIZE, "b drains (SIGUSR2)")
     assert [next_change(handler) for handler in handlers] == [expected] * 3
     joining = [cluster.join(handlers[n]) for n in (0, 2)]
@@ -40,16 +41,16 @@ def test_a_node_joins_with_fewer_workers_and_later_resizes_the_job_with_all(
         cluster.handler(name, RendezvousSettings(2, 2, max_restarts=1), slots=2) for name in "ab"
     ]
     assert [info.assignment.world_size for info in cluster.join_all(handlers)] == [4, 4]
-    handlers[0].report_failure("killed", kind=FailureKind.KILLED)
+    report_failure(handlers[0], "killed", FailureKind.KILLED)
     assert [next_change(handler).kind for handler in handlers] == [ChangeKind.GENERATION_ENDED] * 2
-    assert handlers[0].report_slots(1)
+    assert handlers[0].report(Report(ReportKind.SLOTS, slots=1))
     assignments = [info.assignment for info in cluster.join_all(handlers)]
     assert [
         (s.group_rank, s.local_world_size, s.first_rank, s.world_size) for s in assignments
     ] == [
         *((0, 1, 0, 3), (1, 2, 1, 3)),
     ]
-    assert handlers[0].report_slots(2)
+    assert handlers[0].report(Report(ReportKind.SLOTS, slots=2))
     expected = Change(ChangeKind.RESIZE, "a has 2 workers ready")
     assert [next_change(handler) for handler in handlers] == [expected] * 2
     infos = cluster.join_all(handlers)
@@ -64,7 +65,7 @@ def test_restarts_are_reset_when_a_generation_has_lasted_for_the_restart_window(
     handler = cluster.handler("a", RendezvousSettings(1, 1, max_restarts=1, restart_window=1.0))
     cluster.join(handler).result(20)
     for _ in range(2):
-        handler.report_failure("killed", kind=FailureKind.KILLED)
+        report_failure(handler, "killed", FailureKind.KILLED)
         assert next_change(handler).kind is ChangeKind.GENERATION_ENDED
         info = cluster.join(handler).result(20)
         assert info.restarts == 1
@@ -80,7 +81,10 @@ def test_a_requested_restart_is_a_new_generation_of_the_same_nodes_that_uses_no_
     handlers = [cluster.handler(name, settings) for name in "ab"]
     cluster.join_all(handlers)
     # Each node may have read the request.
-    assert all(handler.report_restart("a restart request from ann") for handler in handlers)
+    assert all(
+        handler.report(Report(ReportKind.RESTART, "a restart request from ann"))
+        for handler in handlers
+    )
     expected = Change(ChangeKind.RESTART, "a restart request from ann")
     assert [next_change(handler) for handler in handlers] == [expected] * 2
     infos = cluster.join_all(handlers)
@@ -98,7 +102,7 @@ def test_a_node_that_missed_a_requested_stop_gets_the_end_of_the_job(
     assert not any(handler.is_closed() for handler in handlers)
     assert [info.world_size for info in cluster.join_all(handlers)] == [3, 3, 3]
     for handler in handlers[:2]:
-        handler.report_stop("a stop request from ann")
+        handler.report(Report(ReportKind.STOP, "a stop request from ann"))
     expected = Change(ChangeKind.RESIZE, "a stop request from ann")
     assert next_change(handlers[2]) == expected
     joining = cluster.join(handlers[2])

@@ -17,8 +17,11 @@ from elasticlib.rendezvous.interface import (
     ChangeKind,
     RendezvousHandler,
     RendezvousInfo,
+    Report,
+    ReportKind,
 )
 from elasticlib.rendezvous.membership import JobPhase, RendezvousSettings
+from elasticlib.testing.rendezvous_cluster import report_failure
 
 FULL = RendezvousSettings(2, 2)
 BELOW_MAX = RendezvousSettings(2, 3, last_call_timeout=0.0)
@@ -41,7 +44,7 @@ def start_job_of_two(
 
 def succeed(handlers: list[Handler]) -> None:
     for handler in handlers:
-        handler.report_success()
+        handler.report(Report(ReportKind.SUCCESS))
     assert [next_change(handler).kind for handler in handlers] == [ChangeKind.SUCCEEDED] * len(
         handlers
     )
@@ -89,10 +92,10 @@ def test_a_new_run_after_a_failed_one_has_its_own_restart_budget(
 ) -> None:
     settings = attrs.evolve(settings, max_restarts=1)
     handlers = start_job_of_two(cluster, settings)
-    handlers[1].report_failure("exit code 6")
+    report_failure(handlers[1], "exit code 6")
     assert all(next_change(handler).kind is ChangeKind.GENERATION_ENDED for handler in handlers)
     assert wait_for_generations([cluster.join(handler) for handler in handlers]) == [2, 2]
-    handlers[1].report_failure("exit code 7")
+    report_failure(handlers[1], "exit code 7")
     assert all(next_change(handler).kind is ChangeKind.GENERATION_ENDED for handler in handlers)
     for future in [cluster.join(handler) for handler in handlers]:
         with pytest.raises(RendezvousClosedError, match="failed: b: exit code 7"):
@@ -180,7 +183,7 @@ def test_a_late_node_gets_the_reason_of_a_failed_run_and_the_node_that_reported_
     cluster: HandlerCluster,
 ) -> None:
     handlers = start_job_of_two(cluster, BELOW_MAX)
-    handlers[0].report_failure("exit code 3")
+    report_failure(handlers[0], "exit code 3")
     assert all(next_change(handler).kind is ChangeKind.GENERATION_ENDED for handler in handlers)
     for future in [cluster.join(handler) for handler in handlers]:
         with pytest.raises(RendezvousClosedError, match="a: exit code 3") as closed:

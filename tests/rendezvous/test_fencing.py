@@ -7,8 +7,8 @@ import pytest
 from stepwise_cluster import KEYS, StepwiseCluster, StepwiseNode
 
 from elasticlib.errors import StoreConnectionError
-from elasticlib.rendezvous.local_node import JobSnapshot
 from elasticlib.rendezvous.membership import JobPhase, Membership, RendezvousSettings
+from elasticlib.rendezvous.node import JobSnapshot
 from elasticlib.stores.interface import Entry
 
 SETTINGS = RendezvousSettings(1, 4, max_restarts=1000, last_call_timeout=0.0)
@@ -49,6 +49,15 @@ def pause_node(cluster: StepwiseCluster, node: StepwiseNode) -> tuple[JobSnapsho
     return node.last_snapshot, after
 
 
+def form_next_generation(cluster: StepwiseCluster, last: Membership) -> None:
+    """Form a generation after `last` whose workers can all start."""
+    for node in cluster.nodes:
+        node.publishes_endpoint = True
+    cluster.step_all()
+    assert cluster.form_generation().generation == last.generation + 1
+    cluster.step_all()
+
+
 def test_no_node_reads_the_endpoint_of_an_earlier_generation_and_the_next_one_deletes_it() -> None:
     cluster = form_cluster(3)
     first = cluster.nodes[0]
@@ -58,12 +67,12 @@ def test_no_node_reads_the_endpoint_of_an_earlier_generation_and_the_next_one_de
     assert (stale.state.generation, stale.assignment.group_rank) == (1, 0)
     assert stale.master_endpoint is None
     # The paused node still assumes that it is rank 0 of the current generation.
-    first.local_node.write_reports(stale, endpoint="10.0.0.1:1")
+    first.local_node.write_endpoint(stale, "10.0.0.1:1")
     stale_key = KEYS.master_endpoint(stale.state.membership_id)
-    assert list_keys(cluster, stale.state.membership_id) == [stale_key]
+    assert stale_key in list_keys(cluster, stale.state.membership_id)
     before = list_entries(cluster)
     current = first.local_node.read(cluster.now)
-    first.local_node.write_reports(current, endpoint="10.0.0.1:1")
+    first.local_node.write_endpoint(current, "10.0.0.1:1")
     assert list_entries(cluster) == before
     assert current.state == after.state
     assert current.master_endpoint is None
@@ -71,8 +80,7 @@ def test_no_node_reads_the_endpoint_of_an_earlier_generation_and_the_next_one_de
         node.poll()
         assert node.last_snapshot.master_endpoint is None
     cluster.nodes[0].fail(killed=True)
-    cluster.step_all()
-    assert cluster.form_generation().generation == after.generation + 1
+    form_next_generation(cluster, after)
     assert list_keys(cluster, stale.state.membership_id) == []
 
 
@@ -84,7 +92,7 @@ def test_rank_0_of_the_current_generation_publishes_its_endpoint_once() -> None:
         first = next(
             m for m in cluster.nodes if (own := m.last_snapshot.assignment) and own.group_rank == 0
         )
-        first.local_node.write_reports(first.last_snapshot, endpoint=endpoint)
+        first.local_node.write_endpoint(first.last_snapshot, endpoint)
     for node in cluster.nodes:
         node.poll()
         assert node.last_snapshot.master_endpoint == "10.0.0.1:1"
@@ -108,8 +116,7 @@ def test_success_in_an_earlier_generation_does_not_count_for_the_next() -> None:
     assert cluster.leader.last_snapshot.view.finished_ids == frozenset()
     assert cluster.document() == after
     cluster.leader.fail()
-    cluster.step_all()
-    assert cluster.form_generation().generation == after.generation + 1
+    form_next_generation(cluster, after)
     assert list_keys(cluster, stale.state.membership_id) == []
 
 
@@ -174,6 +181,9 @@ def test_a_leader_that_dies_at_any_operation_leaves_no_permanent_state() -> None
         leader.store.fails_after = operations
         try:
             leader.poll()
+            for node in cluster.nodes:  # rank 0 announces its endpoint
+                node.poll()
+            leader.poll()
         except StoreConnectionError:
             leader.store.fails_after = None
         else:
@@ -184,6 +194,7 @@ def test_a_leader_that_dies_at_any_operation_leaves_no_permanent_state() -> None
         cluster.remove(leader)
         after = cluster.form_generation()
         assert after.generation == before.generation + 1 + has_written[-1]
+        cluster.step_all()
         assert list_keys(cluster, before.membership_id) == []
         of_memberships = (KEYS.shard(), KEYS.master_endpoint())
         keys = [e.key for e in list_entries(cluster) if e.key.startswith(of_memberships)]
@@ -191,7 +202,7 @@ def test_a_leader_that_dies_at_any_operation_leaves_no_permanent_state() -> None
     # The leader died at several operations before the write of the state, and after it.
     assert has_written == sorted(has_written)
     assert has_written.count(False) >= 5
-    assert has_written.count(True) >= 1
+    assert has_written.count(True) >= 5
 
 
 def test_keys_do_not_accumulate_over_two_hundred_generations() -> None:

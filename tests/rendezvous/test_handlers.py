@@ -24,12 +24,12 @@ from elasticlib.errors import (
     RendezvousTimeoutError,
 )
 from elasticlib.rendezvous.handler import DynamicRendezvousHandler, StaticRendezvousHandler
-from elasticlib.rendezvous.interface import ChangeKind
+from elasticlib.rendezvous.interface import ChangeKind, Report, ReportKind
 from elasticlib.rendezvous.membership import Node, RendezvousSettings, RendezvousTimeouts
 from elasticlib.rendezvous.store_layout import FORMAT, StoreKeys
 from elasticlib.stores.interface import CancelWatch, Listing, WatchResult
 from elasticlib.stores.memory_store import MemoryStore
-from elasticlib.testing.rendezvous_cluster import FakeBootstrapStore
+from elasticlib.testing.rendezvous_cluster import FakeBootstrapStore, report_failure
 from elasticlib.testing.waiting import wait_until
 
 
@@ -58,7 +58,7 @@ def test_a_wait_for_other_nodes_is_logged_and_a_failed_job_is_not(
     for future in joining:
         future.result(20)
     assert "the store has not answered" not in caplog.text
-    assert first.report_failure("exit code 1")
+    assert report_failure(first, "exit code 1")
     # Both nodes know of the failure before they join. A node that joins earlier leaves its
     # generation by itself.
     assert all(handler.wait_for_change(20) for handler in (first, second))
@@ -105,7 +105,7 @@ def test_a_node_keeps_its_lease_during_a_slow_name_resolution(cluster: HandlerCl
     infos = [future.result(20) for future in [cluster.join(named), cluster.join(other)]]
     assert [info.rank for info in infos] == [0, 1]
     answers.clear()
-    other.report_failure("exit code 1")
+    report_failure(other, "exit code 1")
     assert next_change(other).kind is ChangeKind.GENERATION_ENDED
     joining = [cluster.join(named), cluster.join(other)]
     # The node keeps its lease for three times the TTL while the name resolution blocks.
@@ -124,7 +124,7 @@ def test_failures_reported_by_both_nodes_use_one_restart(cluster: HandlerCluster
     for future in [cluster.join(h) for h in handlers]:
         future.result(20)
     for handler in handlers:
-        assert handler.report_failure("exit code 1")
+        assert report_failure(handler, "exit code 1")
     assert all(next_change(h).kind is ChangeKind.GENERATION_ENDED for h in handlers)
     infos = [future.result(20) for future in [cluster.join(h) for h in handlers]]
     assert [info.restarts for info in infos] == [1, 1]
@@ -137,7 +137,7 @@ def test_every_node_gets_the_failure_that_exceeded_the_restart_budget(
     handlers = [cluster.handler(name, settings) for name in ("a", "b")]
     for future in [cluster.join(h) for h in handlers]:
         future.result(20)
-    handlers[1].report_failure("exit code 7")
+    report_failure(handlers[1], "exit code 7")
     assert all(next_change(h).kind is ChangeKind.GENERATION_ENDED for h in handlers)
     for future in [cluster.join(h) for h in handlers]:
         with pytest.raises(RendezvousClosedError, match="b: exit code 7"):
@@ -160,7 +160,7 @@ def test_join_timeout_names_the_lost_node(cluster: HandlerCluster) -> None:
     )
     for future in [cluster.join(first), cluster.join(second)]:
         future.result(20)
-    assert first.report_failure("its peer vanished")
+    assert report_failure(first, "its peer vanished")
     wait_until(
         "the failure as the reason of the change",
         lambda: next_change(first).reason == "a: its peer vanished",
@@ -291,7 +291,9 @@ def test_a_node_of_another_version_is_ignored(
     cluster.client().set(keys.node("other"), b'{"id":"other"}')
     info = cluster.join(cluster.handler("a", RendezvousSettings(1, 1))).result(20)
     assert info.world_size == 1
-    assert "ignored the node at run/node/other: a node needs the fields" in caplog.text
+    assert "ignored the entry run/node/other of the store: a node needs the fields" in caplog.text
+    # While a member is alive, it replaces a membership of another format.
+    assert cluster.handlers[0].shutdown()
     document = cluster.store.get(keys.state)
     assert document is not None
     newer = document.value.replace(f'"format":{FORMAT}'.encode(), b'"format":99')
@@ -303,7 +305,7 @@ def test_a_node_of_another_version_is_ignored(
 def test_set_closed_on_a_finished_job_changes_nothing(cluster: HandlerCluster) -> None:
     handler = cluster.handler("a", RendezvousSettings(1, 1))
     cluster.join(handler).result(20)
-    handler.report_success()
+    handler.report(Report(ReportKind.SUCCESS))
     assert next_change(handler).kind is ChangeKind.SUCCEEDED
     handler.set_closed()
     assert next_change(handler).kind is ChangeKind.SUCCEEDED
@@ -341,7 +343,7 @@ from elasticlib.stores.memory_store import MemoryStore
 node = Node("n-1", "n", "127.0.0.1", slots=1)
 with MemoryStore() as store:
     handler = DynamicRendezvousHandler(store, "run", node, RendezvousSettings(1, 1))
-    handler.prepare()
+    handler.membership(slots=handler.node.slots).prepare()
     print("torch.distributed" in sys.modules)
     handler.shutdown()
 """
@@ -365,7 +367,7 @@ def test_a_task_is_called_between_the_steps_of_the_rendezvous_until_the_node_lea
     request = handler.add_task(task)
     # The task runs although the node has not read the job, and does not prevent a join.
     wait_until("the first call of the task", lambda: len(names) == 1)
-    assert handler._thread.node.snapshot is None
+    assert handler.membership(slots=handler.node.slots).node.snapshot is None
     assert cluster.join(handler).result(60.0).generation == 1
     for number in (1, 2):
         request()

@@ -13,6 +13,7 @@ from stepwise_cluster import KEYS, RUN_ID, CountingStore, StepwiseCluster, Stepw
 from elasticlib.clock import Clock, monotonic
 from elasticlib.rendezvous.handler import DynamicRendezvousHandler
 from elasticlib.rendezvous.membership import Node, RendezvousSettings, RendezvousTimeouts
+from elasticlib.rendezvous.node import STATUS_INTERVAL_S
 from elasticlib.stores.interface import Store
 from elasticlib.stores.memory_store import MemoryStore
 from elasticlib.testing.rendezvous_cluster import FakeBootstrapStore
@@ -223,7 +224,8 @@ def test_a_handler_in_an_active_generation_polls_once_per_lease(handlers: Handle
         join_timeout=1e6, lease_ttl=refreshes * step, keep_alive_interval=step
     )
     handlers.form_generation([(store, store.clock) for store in stores], timing)
-    wait_for_refreshes(stores, 2 * refreshes)
+    # The leader publishes its last status after up to this interval of its own clock.
+    wait_for_refreshes(stores, int(STATUS_INTERVAL_S / step) + 2 * refreshes)
     before = [(store.refreshes, Counter(store.calls)) for store in stores]
     wait_for_refreshes(stores, 4 * refreshes)
     for store, (first, calls) in zip(stores, before, strict=True):

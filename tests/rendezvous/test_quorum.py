@@ -15,6 +15,7 @@ from sample_memberships import (
     decide,
     mark_running,
     mark_stopped,
+    with_failure,
 )
 
 from elasticlib.rendezvous.membership import (
@@ -124,7 +125,7 @@ def test_nodes_that_may_return_are_awaited_before_the_job_is_blocked() -> None:
 
 
 def test_a_failure_in_a_minority_does_not_start_a_generation() -> None:
-    failed = attrs.evolve(A, failure_reason="its peer vanished", failed_membership_id="1.m")
+    failed = with_failure(A, "its peer vanished")
     assert_blocked(decide(create_active(*FOUR), failed), "b", "c", "d")
 
 

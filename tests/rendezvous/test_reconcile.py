@@ -17,11 +17,14 @@ from sample_memberships import (
     create_node,
     create_view,
     decide,
+    failed_by,
     mark_running,
     mark_stopped,
+    with_failure,
 )
 
 from elasticlib.rendezvous.bad_nodes import ExcludedHost, FirstFailure
+from elasticlib.rendezvous.blame import Evidence, FailureKind
 from elasticlib.rendezvous.membership import (
     GenerationTrigger,
     JobAction,
@@ -30,7 +33,6 @@ from elasticlib.rendezvous.membership import (
     JobRequest,
     Leader,
     Membership,
-    NodeFailure,
     NodeRecord,
     RendezvousSettings,
     end_generation,
@@ -83,9 +85,7 @@ def test_the_trigger_of_a_generation_does_not_depend_on_the_text_of_its_reason()
     # Names of nodes and messages of failures contain the words of other reasons.
     active = create_generation(A, B, C)
     a, b, c = mark_running(active)
-    failed = attrs.evolve(
-        a, failure_reason="ValueError: no batches left", failed_membership_id=active.membership_id
-    )
+    failed = with_failure(a, "ValueError: no batches left")
     drains = attrs.evolve(a, drain_reason="no node left")
     again = attrs.evolve(a, stopped_membership_id=active.membership_id)
     nodes_of_trigger = {
@@ -150,10 +150,10 @@ def test_a_requested_stop_ends_the_job_once_all_workers_have_stopped() -> None:
         "a request from ann",
     )
     # B is also saving, and C has missed the request and waits for the next generation.
-    decision = decide(opened, B, mark_stopped(C))
+    decision = decide(opened, B, mark_stopped(C), left_ids=frozenset({A.id}))
     assert decision.new_membership is None
     assert "waiting for b to stop" in decision.reason
-    result = decide(opened, mark_stopped(C)).new_membership
+    result = decide(opened, mark_stopped(C), left_ids=frozenset({A.id, B.id})).new_membership
     assert result is not None
     assert (result.phase, result.reason) == (JobPhase.STOPPED, "a request from ann")
 
@@ -162,7 +162,7 @@ def test_a_requested_stop_ends_the_job_once_all_workers_have_stopped() -> None:
 def test_a_stop_that_is_requested_while_a_generation_forms_ends_the_job(
     has_no_other_node: bool,
 ) -> None:
-    forming = end_generation(create_generation(A, B), "a failed", NodeFailure(A.id, "why"))
+    forming = end_generation(create_generation(A, B), "a failed", failed_by(A, "why"))
     stopping = with_request(A, JobAction.STOP)
     noted = decide(forming, stopping, mark_stopped(B)).new_membership
     assert noted is not None
@@ -174,7 +174,7 @@ def test_a_stop_that_is_requested_while_a_generation_forms_ends_the_job(
 
 
 def test_survivors_regroup_without_a_last_call_and_without_using_a_restart() -> None:
-    failure = NodeFailure(A.id, "its peer vanished")
+    failure = failed_by(A, "its peer vanished")
     document = end_generation(
         create_generation(A, B, C), "c left", failure, trigger=GenerationTrigger.NODE_LOSS
     )
@@ -186,7 +186,7 @@ def test_survivors_regroup_without_a_last_call_and_without_using_a_restart() -> 
 
 
 def test_a_node_loss_that_is_noticed_after_a_failure_is_the_reason() -> None:
-    failed = attrs.evolve(A, failure_reason="its peer vanished", failed_membership_id="1.m")
+    failed = with_failure(A, "its peer vanished")
     opened = decide(create_generation(A, B), failed, B).new_membership
     assert opened is not None
     assert (opened.reason, opened.trigger) == ("a: its peer vanished", GenerationTrigger.FAILURE)
@@ -210,7 +210,7 @@ def test_a_node_loss_that_is_noticed_after_a_failure_is_the_reason() -> None:
 
 def test_a_lost_node_that_reported_a_failure_keeps_its_failure_as_reason() -> None:
     opened = end_generation(
-        create_generation(A, B), "b: out of memory", NodeFailure(B.id, "out of memory")
+        create_generation(A, B), "b: out of memory", failed_by(B, "out of memory")
     )
     assert decide(opened, mark_stopped(A)).new_membership is None
 
@@ -222,33 +222,31 @@ def test_a_node_that_is_stopping_its_workers_is_awaited() -> None:
 
 
 def test_a_failure_uses_a_restart_if_all_members_are_present() -> None:
-    failed = attrs.evolve(B, failure_reason="exit code 1", failed_membership_id="1.m")
+    failed = with_failure(B, "exit code 1")
     opened = decide(create_generation(A, B), A, failed).new_membership
     assert opened is not None
-    assert opened.failure == NodeFailure(B.id, "exit code 1")
+    assert opened.verdict == failed_by(B, "exit code 1")
     again = decide(opened, mark_stopped(A), mark_stopped(failed)).new_membership
     assert again is not None
     assert (again.generation, again.restarts) == (2, 1)
 
 
 def test_the_earliest_reported_failure_is_the_reason() -> None:
-    first = attrs.evolve(B, failure_reason="first", failed_membership_id="1.m")
-    second = attrs.evolve(A, failure_reason="second", failed_membership_id="1.m")
+    first = with_failure(B, "first")
+    second = with_failure(A, "second")
     opened = decide(create_generation(A, B), first, second).new_membership
     assert opened is not None
-    assert opened.failure == NodeFailure(B.id, "first")
+    assert opened.verdict == failed_by(B, "first")
 
 
 def test_a_failure_of_an_earlier_generation_is_ignored() -> None:
-    old = attrs.evolve(B, failure_reason="exit code 1", failed_membership_id="1.m")
+    old = with_failure(B, "exit code 1")
     document = attrs.evolve(create_generation(A, B), generation=2, membership_id="2.m")
     assert decide(document, A, old).new_membership is None
 
 
 def test_the_failed_node_is_evicted_after_the_last_restart_if_the_others_suffice() -> None:
-    document = end_generation(
-        create_generation(A, B, C, restarts=1), "x", NodeFailure(C.id, "boom")
-    )
+    document = end_generation(create_generation(A, B, C, restarts=1), "x", failed_by(C, "boom"))
     evicted = decide(document, mark_stopped(A), mark_stopped(B), mark_stopped(C)).new_membership
     assert evicted is not None
     assert evicted.evicted == (C.id,)
@@ -259,7 +257,7 @@ def test_the_failed_node_is_evicted_after_the_last_restart_if_the_others_suffice
 
 
 def test_the_job_fails_after_the_last_restart_if_the_others_do_not_suffice() -> None:
-    document = end_generation(create_generation(A, B, restarts=1), "x", NodeFailure(B.id, "boom"))
+    document = end_generation(create_generation(A, B, restarts=1), "x", failed_by(B, "boom"))
     finished = decide(document, mark_stopped(A), mark_stopped(B)).new_membership
     assert finished is not None
     assert finished.phase is JobPhase.FAILED
@@ -278,7 +276,7 @@ def test_a_member_with_another_number_of_workers_resizes_the_job_at_once() -> No
     two = attrs.evolve(A, slots=2)
     opened = decide(short, two, B).new_membership
     assert opened is not None
-    assert (opened.reason, opened.is_planned, opened.failure) == (
+    assert (opened.reason, opened.is_planned, opened.verdict) == (
         "a has 2 workers ready",
         True,
         None,
@@ -288,17 +286,15 @@ def test_a_member_with_another_number_of_workers_resizes_the_job_at_once() -> No
     assert again is not None
     assert ([m.slots for m in again.members], again.restarts) == ([2, B.slots], 0)
     # A failure takes precedence over a resize, and a job with a finished node is not resized.
-    failed = attrs.evolve(B, failure_reason="exit code 1", failed_membership_id="1.m")
+    failed = with_failure(B, "exit code 1")
     charged = decide(short, two, failed).new_membership
     assert charged is not None
-    assert charged.failure is not None
+    assert charged.verdict is not None
     assert decide(short, two, B, finished_ids=frozenset({B.id})).new_membership is None
 
 
 def test_members_with_retained_workers_continue_without_a_node_that_has_none_yet() -> None:
-    opened = attrs.evolve(
-        end_generation(create_generation(A, B, C), "boom", NodeFailure(C.id, "boom"))
-    )
+    opened = attrs.evolve(end_generation(create_generation(A, B, C), "boom", failed_by(C, "boom")))
     starting = attrs.evolve(mark_stopped(C), slots=0)
     retained = [attrs.evolve(mark_stopped(one), has_retained_workers=True) for one in (A, B)]
     smaller = decide(opened, *retained, starting).new_membership
@@ -312,7 +308,7 @@ def test_members_with_retained_workers_continue_without_a_node_that_has_none_yet
         "waiting for the workers of c to start",
     )
     # Fewer than min_nodes nodes do not continue.
-    two = end_generation(create_generation(A, C), "boom", NodeFailure(C.id, "boom"))
+    two = end_generation(create_generation(A, C), "boom", failed_by(C, "boom"))
     few = decide(two, retained[0], starting)
     assert (few.new_membership, few.reason) == (None, "1 of at least 2 nodes are here")
 
@@ -410,17 +406,20 @@ def test_static_nodes_get_their_ranks_and_a_duplicate_waits() -> None:
 names = st.sampled_from([f"n{i}" for i in range(7)])
 memberships = st.sampled_from(["", "1.m", "2.m"])
 random_nodes = st.builds(
-    lambda name, left, runs, failed: create_node(
+    lambda name, left, runs, failed, kind, planned: create_node(
         name,
         stopped_membership_id=left,
         may_run_workers=runs,
-        failure_reason="x" if failed else None,
-        failed_membership_id=failed,
+        evidence=Evidence(kind, "x") if failed else None,
+        evidence_of=failed,
+        drain_reason=planned,
     ),
     names,
     memberships,
     st.booleans(),
     memberships,
+    st.sampled_from(FailureKind),
+    st.sampled_from(["", "", "a drain"]),
 )
 node_lists = st.lists(random_nodes, unique_by=lambda n: n.id, max_size=7)
 
@@ -434,8 +433,9 @@ def documents(draw: st.DrawFn) -> Membership:
     if settings.min_nodes <= len(members) <= settings.max_nodes:
         document = form_generation(document, members, charged=False, nonce="m")
         if draw(st.booleans()):
-            failure = draw(st.sampled_from([None, NodeFailure(members[0].id, "x")]))
+            failure = draw(st.sampled_from([None, failed_by(members[0], "x")]))
             document = end_generation(document, "x", failure)
+            document = attrs.evolve(document, is_planned=draw(st.booleans()))
     evicted = draw(st.lists(names, max_size=2, unique=True))
     failed_first = draw(st.lists(names, max_size=4))
     return attrs.evolve(

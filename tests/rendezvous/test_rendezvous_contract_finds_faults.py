@@ -17,6 +17,8 @@ from elasticlib.rendezvous.interface import (
     RendezvousHandler,
     RendezvousInfo,
     RendezvousStoreInfo,
+    Report,
+    ReportKind,
 )
 from elasticlib.rendezvous.membership import Node, RendezvousSettings, RendezvousTimeouts
 from elasticlib.stores.interface import Store
@@ -94,7 +96,7 @@ class CountsSpares(DynamicRendezvousHandler):
         return wait_until("the handler to notice a spare", self._spares, 60.0)
 
     def _spares(self) -> int:
-        reading = self._thread.node.snapshot
+        reading = self.membership(slots=self.node.slots).node.snapshot
         if reading is None or reading.view is None or reading.view.membership is None:
             return 0
         members = reading.view.membership.member_ids
@@ -119,9 +121,8 @@ class ReturnsFirstGenerationAgain(DynamicRendezvousHandler):
 
 
 class IgnoresReportedFailures(DynamicRendezvousHandler):
-    def report_failure(self, reason: str, **evidence: object) -> bool:
-        del evidence
-        return bool(reason)
+    def report(self, report: Report) -> bool:
+        return report.kind is ReportKind.FAILURE or super().report(report)
 
 
 class IgnoresMinAndMaxNodes(DynamicRendezvousHandler):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import attrs
 import pytest
 
-from elasticlib.rendezvous.blame import FailureKind
+from elasticlib.rendezvous.blame import Evidence, FailureKind
 from elasticlib.rendezvous.interface import ChangeKind
 from elasticlib.rendezvous.membership import (
+    GenerationTrigger,
     JobPhase,
     Membership,
     NodeRecord,
@@ -54,9 +55,10 @@ def mark_stopped(*members: NodeRecord) -> list[NodeRecord]:
 def mark_failed(member: NodeRecord, *, killed: bool = False) -> NodeRecord:
     return attrs.evolve(
         member,
-        failure_reason=f"{member.host} broke",
-        failed_membership_id="1.m",
-        failure_kind=FailureKind.KILLED if killed else FailureKind.RAISED,
+        evidence=Evidence(
+            FailureKind.KILLED if killed else FailureKind.RAISED, f"{member.host} broke"
+        ),
+        evidence_of="1.m",
     )
 
 
@@ -88,7 +90,7 @@ def test_the_next_generation_waits_for_the_draining_node_to_stop_and_excludes_it
     waits = decide(opened, *mark_stopped(A), mark_draining(B))
     assert waits.new_membership is None
     assert waits.reason == "waiting for b to stop the workers of generation 1"
-    on = decide_membership(opened, *mark_stopped(A))
+    on = decide_membership(opened, *mark_stopped(A), left_ids=frozenset({B.id}))
     assert (on.phase, on.members, on.restarts) == (JobPhase.ACTIVE, tuple(mark_stopped(A)), 0)
     assert not on.is_planned
 
@@ -131,6 +133,48 @@ def test_a_failure_during_a_resize_is_charged() -> None:
     ended = attrs.evolve(failed, restarts=9)
     refused = decide_membership(ended, *view)
     assert A.id in refused.evicted
+
+
+def test_a_failed_collective_during_a_resize_is_not_charged() -> None:
+    opened = decide_membership(create_generation(A, B), A, mark_draining(B))
+    collective = attrs.evolve(
+        A, evidence=Evidence(FailureKind.COLLECTIVE, "closed by peer"), evidence_of="1.m"
+    )
+    assert decide(opened, collective, mark_draining(B)).new_membership is None
+
+
+@pytest.mark.parametrize("is_stop", [False, True])
+def test_a_node_that_is_killed_during_a_planned_stop_is_not_awaited(is_stop: bool) -> None:
+    opened = decide_membership(create_generation(A, B, C), A, B, mark_draining(C))
+    stop_reason = "a stop request" if is_stop else ""
+    opened = attrs.evolve(opened, stop_reason=stop_reason)
+    # A node that leaves on purpose has told the others how far it is.
+    assert decide(opened, A, B, left_ids=frozenset({C.id})).new_membership is None
+    lost = decide_membership(opened, A, mark_draining(C))
+    assert (lost.phase, lost.is_planned, lost.trigger, lost.stop_reason) == (
+        JobPhase.FORMING,
+        False,
+        GenerationTrigger.NODE_LOSS,
+        stop_reason,
+    )
+    # The workers of the others wait for a step that all agree on. They hear that there is none.
+    waiting = NodeIntent(
+        attrs.evolve(A, membership_id="1.m", may_run_workers=True), remembered_state=opened
+    )
+    before, after = waiting.change(opened), waiting.change(lost)
+    assert before is not None
+    assert after is not None
+    assert (before.kind, after.kind) == (ChangeKind.RESIZE, ChangeKind.GENERATION_ENDED)
+    assert after.reason == "b was lost (killed, or cut off)"
+    assert decide(lost, A, mark_draining(C)).new_membership is None
+    again = decide_membership(lost, *mark_stopped(A), left_ids=frozenset({C.id}))
+    assert (again.phase, again.restarts) == (JobPhase.STOPPED if is_stop else JobPhase.ACTIVE, 0)
+
+
+def test_a_node_that_is_lost_with_the_store_during_a_planned_stop_has_time_to_return() -> None:
+    opened = decide_membership(create_generation(A, B, C), A, B, mark_draining(C))
+    waits = decide(opened, A, mark_draining(C), return_grace_s=1.5)
+    assert (waits.new_membership, waits.requeue_after_s) == (None, 1.5)
 
 
 def test_a_node_that_missed_a_resize_is_notified_of_the_end_of_its_generation() -> None:

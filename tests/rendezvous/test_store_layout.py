@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from elasticlib.errors import RendezvousConfigError
 from elasticlib.rendezvous.bad_nodes import ExcludedHost, FirstFailure
-from elasticlib.rendezvous.blame import FailureKind
+from elasticlib.rendezvous.blame import Evidence, FailureKind, Verdict
 from elasticlib.rendezvous.membership import (
     GenerationTrigger,
     JobAction,
@@ -20,7 +20,6 @@ from elasticlib.rendezvous.membership import (
     Leader,
     LeaderStatus,
     MembershipState,
-    NodeFailure,
     NodeRecord,
     RendezvousSettings,
 )
@@ -35,6 +34,16 @@ from elasticlib.rendezvous.store_layout import (
     encode_state,
 )
 
+evidence = st.builds(
+    Evidence,
+    kind=st.sampled_from(FailureKind),
+    text=st.text(),
+    rank=st.integers(-1, 9),
+    failed_at_s=st.floats(0, 1e9),
+    step=st.integers(-1, 9),
+    node=st.text(),
+    host=st.text(),
+)
 nodes = st.builds(
     NodeRecord,
     id=st.text(min_size=1),
@@ -49,10 +58,8 @@ nodes = st.builds(
     may_run_workers=st.booleans(),
     stopped_membership_id=st.text(),
     inactive_incarnation=st.text(),
-    failure_reason=st.none() | st.text(),
-    failed_membership_id=st.text(),
-    failure_kind=st.sampled_from(FailureKind),
-    hung_node_rank=st.integers(-1, 9),
+    evidence=st.none() | evidence,
+    evidence_of=st.text(),
     drain_reason=st.text(),
     request=st.none() | st.builds(JobRequest, st.sampled_from(JobAction), st.text(), st.text()),
 )
@@ -66,8 +73,8 @@ states = st.builds(
     num_nodes=st.integers(0, 9),
     restarts=st.integers(0, 9),
     reason=st.text(),
-    failure=st.none()
-    | st.builds(NodeFailure, node=st.text(), reason=st.text(), kind=st.sampled_from(FailureKind)),
+    verdict=st.none()
+    | st.builds(Verdict, evidence, st.text(), st.text(), st.lists(st.integers(0, 9)).map(tuple)),
     evicted=st.lists(st.text(), max_size=2).map(tuple),
     rejected_spares=st.lists(st.text(), max_size=2).map(tuple),
     supersedes=st.text(),
@@ -147,21 +154,21 @@ RAW_SETTINGS = json.loads(encode_state(MembershipState(RendezvousSettings(1, 2))
     [
         (
             encode_with(format=1),
-            "has format 1, this elasticlib reads only format 7: start all nodes with",
+            "has format 1, this elasticlib reads only format 8: start all nodes with",
         ),
         (encode_with(trigger=None), "field 'trigger' is None"),
         (encode_with(generation="3"), "generation"),
         (encode_with(generation=True), "generation"),
         (encode_with(phase="odd"), "odd"),
-        (encode_with(failure={}), "failure"),
+        (encode_with(verdict={}), "verdict"),
         (encode_with(job_end=[]), "job_end"),
         (encode_with(rejected_spares=[None]), "rejected_spares"),
         (encode_with(evicted=[1]), "evicted"),
         (encode_with(extra=1), "extra"),
         (encode_with(settings={}), "settings"),
         (
-            encode_with(failure={"node": 1, "reason": "", "kind": "raised"}),
-            "the membership: field 'failure': field 'node' is 1",
+            encode_with(request=1),
+            "the membership needs the fields",
         ),
         (encode_with(generation=1 << 70), "generation"),
         (

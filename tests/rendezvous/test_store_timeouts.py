@@ -9,13 +9,6 @@ import pytest
 from stepwise_cluster import KEYS, LEASE_TTL, CountingStore, StepwiseCluster, StepwiseNode
 
 from elasticlib.errors import StoreConnectionError
-from elasticlib.rendezvous.local_node import (
-    MAX_BACKOFF_S,
-    NO_STATUS_YET,
-    STATUS_INTERVAL_S,
-    LocalNode,
-    StoreGraceExpiredError,
-)
 from elasticlib.rendezvous.membership import (
     LeaderStatus,
     Membership,
@@ -23,7 +16,15 @@ from elasticlib.rendezvous.membership import (
     RendezvousSettings,
     RendezvousTimeouts,
 )
+from elasticlib.rendezvous.node import (
+    NO_STATUS_YET,
+    STATUS_INTERVAL_S,
+    JoinRequest,
+    RendezvousNode,
+    StoreGraceExpiredError,
+)
 from elasticlib.rendezvous.store_layout import encode_state
+from elasticlib.rendezvous.store_watcher import MAX_BACKOFF_S
 from elasticlib.stores.interface import Store
 from elasticlib.stores.memory_store import MemoryStore
 
@@ -46,9 +47,9 @@ class StoreWithOtherEndpoint(CountingStore):
         return accept(self._other, self._earlier)
 
 
-def create_node(store: Store) -> LocalNode:
+def create_node(store: Store) -> RendezvousNode:
     node = Node(id="a-1", host="a", address="127.0.0.1", slots=1)
-    return LocalNode(store, "run", node, RendezvousSettings(2, 2), TIMEOUTS)
+    return RendezvousNode(store, "run", node, RendezvousSettings(2, 2), TIMEOUTS)
 
 
 def create_store(state: Membership | None) -> MemoryStore:
@@ -207,14 +208,56 @@ def test_the_leader_publishes_the_reason_for_waiting_and_the_present_nodes() -> 
     cluster.add(2, RendezvousSettings(3, 3))
     cluster.step_all(2)
     publish_status(cluster.leader, cluster.now)
-    (other,) = cluster.followers
-    publish_status(other, other.local_node.next_status_read_at - 0.1)
-    assert other.local_node.leader_status == NO_STATUS_YET
-    publish_status(other, other.local_node.next_status_read_at)
-    assert other.local_node.leader_status == cluster.leader.local_node.leader_status
-    status = other.local_node.leader_status
+    (other,) = (node.local_node for node in cluster.followers)
+    due = other.next_status_read_at
+    other.turn(due - 0.1)
+    assert other.leader_status == NO_STATUS_YET
+    other.turn(due)
+    assert other.leader_status == cluster.leader.local_node.leader_status
+    status = other.leader_status
     assert (status.reason, status.present_hosts) == ("2 of at least 3 nodes are here", ("n0", "n1"))
-    assert other.local_node.next_status_read_at > cluster.now + LEASE_TTL
+    assert other.next_status_read_at > cluster.now + LEASE_TTL
+
+
+def create_waiting_nodes() -> tuple[RendezvousNode, RendezvousNode, CountingStore]:
+    """Return a leader that has waited for 12 s, a node that joins then, and this node's store."""
+    store, timeouts = MemoryStore(clock=lambda: 0.0), RendezvousTimeouts(lease_ttl=30.0)
+    leader, other = (
+        RendezvousNode(
+            CountingStore(store.client()),
+            "job",
+            Node(name, name, "127.0.0.1", 1),
+            RendezvousSettings(3, 3),
+            timeouts,
+        )
+        for name in ("n0", "n1")
+    )
+    leader.turn(0.0, [JoinRequest(1)])
+    for now in (0.0, 0.1, 1.5, 12.0):
+        leader.turn(now)
+    other.turn(12.0, [JoinRequest(1)])
+    other.turn(12.0)
+    assert isinstance(other.store, CountingStore)
+    return leader, other, other.store
+
+
+def test_a_waiting_node_does_not_list_the_job_to_read_the_status() -> None:
+    """In a large job, the listings of all nodes would delay the generation for which they wait."""
+    _, other, store = create_waiting_nodes()
+    before = store.calls.copy()
+    other.turn(other.next_status_read_at)
+    assert {name: n for name, n in (store.calls - before).items() if name != "refresh"} == {
+        "get": 1
+    }
+    assert other.leader_status.present_hosts == ("n0",)
+
+
+def test_a_waiting_leader_pauses_between_its_turns() -> None:
+    """Its lease may last longer than the time after which it would log again why it waits."""
+    leader, _, _ = create_waiting_nodes()
+    for now in (13.0, 20.0, 31.0):
+        _, next_at = leader.turn(now)
+        assert next_at > now
 
 
 def test_the_leader_publishes_at_most_once_per_second() -> None:

@@ -17,7 +17,7 @@ import tempfile
 import uuid
 from pathlib import Path
 
-from elasticlib.workers.supervisor_protocol import set_parent_death_signal
+from elasticlib.workers.process_setup import set_parent_death_signal
 
 from .campaign import Campaign, CampaignError, default_mix, draw, read, write
 from .campaign_runner import run_campaign

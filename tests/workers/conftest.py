@@ -15,4 +15,4 @@ def runner(tmp_path: Path) -> Iterator[GroupRunner]:
     runner = GroupRunner(tmp_path)
     yield runner
     runner.workers.close()
-    assert not runner.workers.running()
+    assert not runner.workers.view()

@@ -7,6 +7,8 @@ import os
 import random
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,33 +17,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticlib.agent.stop_procedure import (
-    StopProposal,
-    agree_on_stop,
-    decode_proposal,
-    propose_stop,
-)
+from elasticlib.agent.stop_agreement import StopProposal, agree, decode_proposal, encode_proposal
 from elasticlib.clock import monotonic
 from elasticlib.dir_lock import is_locked
 from elasticlib.errors import ConfigError
-from elasticlib.event_loop import EventLoop
+from elasticlib.testing.waiting import wait_until
+from elasticlib.workers import worker_channel
 from elasticlib.workers.context import WorkerContext
 from elasticlib.workers.interface import (
     DRAIN,
     PREEMPTED,
     RESIZE,
     Heartbeat,
-    StopNotice,
+    WorkerView,
 )
+from elasticlib.workers.ledger import Ledger
 from elasticlib.workers.run_dirs import SnapshotDir
-from elasticlib.workers.supervisor_client import SupervisorClient
 from elasticlib.workers.worker_channel import (
+    CALLS_SETTLE_S,
     CHANNEL_ENV,
     FIRST_POLL_TIMEOUT_S,
     NUM_STEP_DURATIONS,
     PAGE_BYTES,
     WorkerChannel,
-    WorkerChannels,
 )
 
 
@@ -55,6 +53,17 @@ def path() -> Iterator[str]:
 def open_both_ends(path: str) -> tuple[WorkerChannel, WorkerChannel]:
     """Return the agent's and the worker's end of a channel."""
     return WorkerChannel(path), WorkerChannel(path)
+
+
+def see(agent: WorkerChannel, *, is_member: bool = True, has_called: bool = False) -> WorkerView:
+    """Return what the agent knows of the worker."""
+    return agent.view("pid 1", is_member=is_member, has_called_should_stop=has_called)
+
+
+def stop_call_of(agent: WorkerChannel) -> int | None:
+    """Return the first call at which the worker can stop, once the agent may look at it."""
+    time.sleep(CALLS_SETTLE_S)
+    return see(agent).stop_call
 
 
 def test_context_without_an_agent_accepts_reports_and_never_stops() -> None:
@@ -240,14 +249,15 @@ class SimulatedAgent:
             self.has_requested = True
             for rank in self.ranks:
                 rank.agent.request_stop(PREEMPTED, 1e9)
+            time.sleep(CALLS_SETTLE_S)
             return
         if self.number not in proposals:
-            calls = [rank.agent.earliest_stop_call() for rank in self.ranks]
+            calls = [see(rank.agent).stop_call for rank in self.ranks]
             known = [call for call in calls if call is not None]
             if len(known) == len(calls):
                 proposals[self.number] = StopProposal(max(known))
             return
-        agreed = agree_on_stop(proposals, num_nodes)
+        agreed = agree(proposals, num_nodes)
         if agreed is not None and agreed.call is not None and not self.has_announced:
             self.has_announced = True
             for rank in self.ranks:
@@ -260,9 +270,25 @@ def test_agent_waits_for_a_worker_that_is_in_the_middle_of_a_call(path: str) -> 
     # The worker has started its second call, and may still stop at it or continue.
     worker._words[3] = 2
     agent.request_stop(PREEMPTED, 1e9)
-    assert agent.earliest_stop_call() is None
+    assert stop_call_of(agent) is None
     worker.finish_call(2)
-    assert agent.earliest_stop_call() == 3
+    assert stop_call_of(agent) == 3
+
+
+def test_calls_are_not_shown_at_once_after_a_request(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent, worker = open_both_ends(path)
+    worker.begin_call(1)
+    now = 100.0
+    monkeypatch.setattr(worker_channel, "monotonic", lambda: now)
+    assert see(agent).stop_call is None
+    agent.request_stop(PREEMPTED, 1e9)
+    assert see(agent).stop_call is None
+    now += CALLS_SETTLE_S
+    assert see(agent).stop_call == 2
+    agent.publish_assignment({})
+    assert see(agent).stop_call is None
 
 
 @given(
@@ -301,12 +327,12 @@ def test_agreement_has_the_most_urgent_reason_and_the_shortest_time() -> None:
         1: StopProposal(5, DRAIN, 20.0),
         2: StopProposal(3, RESIZE, 30.0),
     }
-    assert agree_on_stop(proposals, 4) is None
-    assert agree_on_stop(proposals, 3) == StopProposal(5, DRAIN, 20.0)
-    assert agree_on_stop({**proposals, 3: StopProposal(4, PREEMPTED, 9.0)}, 4) == StopProposal(
+    assert agree(proposals, 4) is None
+    assert agree(proposals, 3) == StopProposal(5, DRAIN, 20.0)
+    assert agree({**proposals, 3: StopProposal(4, PREEMPTED, 9.0)}, 4) == StopProposal(
         5, PREEMPTED, 9.0
     )
-    assert agree_on_stop({**proposals, 3: StopProposal(None)}, 5) == StopProposal(None)
+    assert agree({**proposals, 3: StopProposal(None)}, 5) == StopProposal(None)
 
 
 @pytest.mark.parametrize(
@@ -314,9 +340,8 @@ def test_agreement_has_the_most_urgent_reason_and_the_shortest_time() -> None:
 )
 def test_invalid_proposal_is_read_as_one_without_a_call(data: bytes) -> None:
     assert decode_proposal(data) == StopProposal(None)
-    assert decode_proposal(propose_stop(0, StopProposal(3, DRAIN, 1.5)).value) == StopProposal(
-        3, DRAIN, 1.5
-    )
+    proposal = StopProposal(3, DRAIN, 1.5)
+    assert decode_proposal(encode_proposal(proposal)) == proposal
 
 
 @pytest.mark.parametrize(
@@ -336,7 +361,7 @@ def test_slow_imports_that_no_program_of_elasticlib_wrote_are_ignored(
 def test_worker_of_another_version_than_its_agent_fails_with_the_remedy() -> None:
     agent = WorkerChannel.create()
     agent._words[0] += 1
-    with pytest.raises(ConfigError, match="the agent's has layout 4: install the same"):
+    with pytest.raises(ConfigError, match="the agent's has layout 6: install the same"):
         WorkerChannel(agent.path)
     agent._words[0] = 0
     with pytest.raises(OSError, match="is not a worker's channel"):
@@ -344,113 +369,104 @@ def test_worker_of_another_version_than_its_agent_fails_with_the_remedy() -> Non
     agent.close()
 
 
-# -- the channels of an agent ----------------------------------------------------------------------
-
-
-@pytest.fixture
-def channels() -> Iterator[WorkerChannels]:
-    channels = WorkerChannels()
-    yield channels
-    channels.close_all()
+# -- what the agent sees ---------------------------------------------------------------------------
 
 
 def test_snapshot_directory_is_locked_while_it_is_in_use() -> None:
-    loop = EventLoop()
-    snapshots = SnapshotDir(supervisor := SupervisorClient(loop))
+    snapshots = SnapshotDir(ledger := Ledger())
     attempt_dir = snapshots.attempt_dir(0)
     assert attempt_dir is not None
     directory = attempt_dir.parent
     assert is_locked(directory)
     snapshots.remove()
-    supervisor.close()
-    loop.close()
+    ledger.close()
     assert not directory.exists()
 
 
-def test_only_workers_that_poll_are_waited_for(channels: WorkerChannels) -> None:
-    worker = WorkerChannel(channels.open(0))
-    assert channels.notify(StopNotice(DRAIN, 10.0)) is False
+def test_only_workers_that_poll_take_notices(path: str) -> None:
+    agent, worker = open_both_ends(path)
+    assert not see(agent).takes_notices
     worker.begin_call(1)
-    assert channels.notify(StopNotice(DRAIN, 10.0)) is True
-    assert channels.earliest_stop_call() == 2
+    assert see(agent).takes_notices
+    assert see(agent).has_called_should_stop
+    assert not see(agent, is_member=False).takes_notices
 
 
-def test_starting_worker_is_waited_for_until_a_timeout_or_a_report_without_a_poll(
-    channels: WorkerChannels,
+def test_starting_worker_takes_notices_until_a_timeout_or_a_report_without_a_poll(
+    path: str,
 ) -> None:
-    worker = WorkerChannel(channels.open(0))
+    agent, worker = open_both_ends(path)
     worker.claim(os.getpid())
-    assert channels.notify(StopNotice(DRAIN, 10.0)) is False
+    assert not see(agent).takes_notices
     worker.report_starting(monotonic())
-    assert channels.notify(StopNotice(DRAIN, 10.0)) is True
-    assert channels.earliest_stop_call() == 1
+    assert see(agent).takes_notices
+    assert not see(agent).has_called_should_stop
+    agent.request_stop(DRAIN, 1e9)
+    assert stop_call_of(agent) == 1
     worker.report_starting(monotonic() - FIRST_POLL_TIMEOUT_S)
-    assert channels.notify(StopNotice(DRAIN, 10.0)) is False
+    assert not see(agent).takes_notices
     worker.report_starting(monotonic())
     worker.report_saved(1)
-    assert channels.notify(StopNotice(DRAIN, 10.0)) is False
+    assert not see(agent).takes_notices
 
 
-def test_replacement_of_a_worker_that_polled_is_waited_for_from_its_first_step(
-    channels: WorkerChannels,
-) -> None:
-    WorkerChannel(channels.open(0)).begin_call(1)
-    channels.close(0)
-    channels.start_group()
-    channels.open(0)
-    assert channels.notify(StopNotice(DRAIN, 10.0)) is True
-    assert channels.earliest_stop_call() == 1
+def test_replacement_of_a_worker_that_polled_takes_notices_from_its_start(path: str) -> None:
+    agent = WorkerChannel(path)
+    assert see(agent, has_called=True).takes_notices
+    assert see(agent, has_called=True).has_called_should_stop
+    agent.request_stop(DRAIN, 1e9)
+    assert stop_call_of(agent) == 1
 
 
-def open_regroupable_worker(channels: WorkerChannels) -> tuple[WorkerChannel, WorkerContext]:
-    """Return a worker that has its first assignment and can regroup."""
-    worker = WorkerChannel(channels.open(0))
-    channels.publish_assignment(0, {"RANK": "0"})
+def open_regroupable_worker(path: str) -> tuple[WorkerChannel, WorkerContext]:
+    """Return the agent's end, and a worker that has its first assignment and can regroup."""
+    agent, worker = open_both_ends(path)
+    agent.publish_assignment({"RANK": "0"})
     context = WorkerContext(worker)
     context.set_can_regroup()
     assert context.accept_assignment() == {"RANK": "0"}
-    return worker, context
+    return agent, context
 
 
-def test_calls_are_counted_separately_in_each_group(channels: WorkerChannels) -> None:
-    _, context = open_regroupable_worker(channels)
+def test_calls_are_counted_separately_in_each_group(path: str) -> None:
+    agent, context = open_regroupable_worker(path)
     for _ in range(7):
         assert context.should_stop() is None
-    channels.leave_group()
+    agent.request_leave()
     assert context.should_leave_group()
-    assert channels.standby_ranks() == {}
+    assert (see(agent).has_left, see(agent).is_ready) == (False, False)
     context.report_left_group()
-    assert channels.standby_ranks() == {0: True}
-    channels.start_group()
-    channels.publish_assignment(0, {"RANK": "1"})
-    # The worker counts as one that polls, because it has polled in an earlier group.
-    assert channels.notify(StopNotice(RESIZE, 10.0)) is True
-    assert channels.earliest_stop_call() == 1
-    channels.stop_at_call(1, StopNotice(RESIZE, 10.0))
+    assert (see(agent).has_left, see(agent).is_ready) == (True, True)
+    agent.publish_assignment({"RANK": "1"})
+    assert (see(agent).has_left, see(agent).is_ready) == (False, False)
+    agent.request_stop(RESIZE, monotonic() + 10.0)
+    assert stop_call_of(agent) == 1
+    agent.set_stop_call(1, RESIZE, monotonic() + 10.0)
     assert context.accept_assignment() == {"RANK": "1"}
     assert not context.should_leave_group()
-    assert channels.earliest_stop_call() == 1
+    assert stop_call_of(agent) == 1
     assert context.should_stop() is not None
 
 
-def test_reports_of_an_earlier_group_are_reset(
-    channels: WorkerChannels,
-) -> None:
-    worker, context = open_regroupable_worker(channels)
+def test_reports_of_an_earlier_group_are_reset(path: str) -> None:
+    agent, context = open_regroupable_worker(path)
     for step in range(3):
         context.step(step, loss=0.5, samples=2)
         context.report_snapshot(step)
     context.report_restored(1)
+    context.report_group_failure()
+    assert see(agent).group_failed
     context.report_left_group()
-    channels.publish_assignment(0, {})
+    agent.publish_assignment({})
+    assert not see(agent).group_failed
     assert context.accept_assignment() == {}
-    heartbeat = worker.heartbeat()
+    heartbeat = agent.heartbeat()
     assert (
         attrs.evolve(heartbeat, last_step_at=0.0, last_activity_at=0.0, is_attached=False)
         == Heartbeat()
     )
     context.step(3, loss=0.25, samples=2)
-    heartbeat = worker.heartbeat()
+    heartbeat = agent.heartbeat()
     assert (heartbeat.step, heartbeat.num_steps, heartbeat.first_step, heartbeat.num_samples) == (
         3,
         1,
@@ -460,49 +476,85 @@ def test_reports_of_an_earlier_group_are_reset(
     assert heartbeat.loss == 0.25
 
 
-def test_blocked_poll_returns_when_the_group_ends(
-    channels: WorkerChannels,
-) -> None:
-    _, context = open_regroupable_worker(channels)
+def test_blocked_poll_returns_when_the_group_ends(path: str) -> None:
+    agent, context = open_regroupable_worker(path)
     assert context.should_stop() is None
-    assert channels.notify(StopNotice(RESIZE, 1e9)) is True
-    channels.leave_group()
+    agent.request_stop(RESIZE, monotonic() + 1e9)
+    agent.request_leave()
     assert context.should_stop() is None
     assert context.should_leave_group()
 
 
-def test_standby_worker_gets_no_notice_before_it_has_an_assignment(
-    channels: WorkerChannels,
-) -> None:
-    member, _ = open_regroupable_worker(channels)
-    standby = WorkerContext(WorkerChannel(channels.open(1, is_standby=True)))
-    assert (channels.standby_ranks(), channels.regroupable_ranks()) == ({1: False}, {0, 1})
+def test_standby_worker_gets_a_place_in_a_group_later(path: str) -> None:
+    agent, worker = open_both_ends(path)
+    standby = WorkerContext(worker)
+    assert not see(agent, is_member=False).is_ready
     standby.set_can_regroup()
     standby.report_left_group()
-    assert channels.standby_ranks() == {1: True}
+    view = see(agent, is_member=False)
+    assert (view.is_ready, view.has_left, view.can_regroup) == (True, False, True)
     assert not standby.should_leave_group()
-    member.begin_call(1)
-    assert channels.notify(StopNotice(RESIZE, 10.0)) is True
-    assert member.begin_call(2)
-    assert channels.earliest_stop_call() is None
-    member.block_call(2)
-    assert channels.earliest_stop_call() == 2
-    channels.start_group()
-    channels.publish_assignment(1, {"RANK": "1"})
+    agent.publish_assignment({"RANK": "1"})
     assert standby.accept_assignment() == {"RANK": "1"}
-    # The notice was given before this worker was in a group.
     assert standby.should_stop() is None
-    with pytest.raises(OSError, match="a worker's assignment must have at most"):
-        channels.publish_assignment(1, {"MASTER_ADDR": "x" * PAGE_BYTES})
+    with pytest.raises(ValueError, match="a worker's assignment must have at most"):
+        agent.publish_assignment({"MASTER_ADDR": "x" * PAGE_BYTES})
 
 
-def test_channel_cannot_be_shortened_and_leaves_no_descriptor(channels: WorkerChannels) -> None:
+def test_agent_is_told_at_once_what_it_must_know_at_once() -> None:
+    reading, writing = os.pipe2(os.O_NONBLOCK)
+    agent = WorkerChannel.create(writing)
+    context = WorkerContext(WorkerChannel(agent.path))
+
+    def num_rings() -> int:
+        try:
+            return len(os.read(reading, 4096))
+        except BlockingIOError:
+            return 0
+
+    agent.publish_assignment({})
+    context.set_can_regroup()
+    context.accept_assignment()
+    assert num_rings() == 1
+    assert context.should_stop() is None  # the first call
+    assert num_rings() == 1
+    for step in range(10):
+        assert context.should_stop() is None
+        context.step(step)
+        context.report_saved(step)
+    assert num_rings() == 0
+    agent.request_stop(RESIZE, monotonic() + 60)
+    thread = threading.Thread(target=context.should_stop)
+    thread.start()
+    wait_until("the blocked call to be announced", num_rings)
+    agent.set_stop_call(12, RESIZE, monotonic() + 60)
+    thread.join(60)
+    context.report_group_failure()
+    context.report_left_group()
+    assert num_rings() == 2
+    WorkerChannel(agent.path).report_program_end(3, 5.0)
+    assert num_rings() == 1
+    assert see(agent).has_failed
+    assert agent.failure == (5.0, 3)
     before = os.listdir("/proc/self/fd")
-    path = channels.open(0)
+    for _ in range(100_000):  # the pipe is full
+        context.report_group_failure()
+    assert os.listdir("/proc/self/fd") == before
+    os.close(reading)
+    os.close(writing)
+    context.report_group_failure()  # the agent has exited
+    agent.close()
+
+
+def test_page_cannot_be_shortened_and_leaves_no_descriptor() -> None:
+    before = os.listdir("/proc/self/fd")
+    agent = WorkerChannel.create()
     with pytest.raises(PermissionError):
-        os.truncate(path, 0)
-    assert WorkerChannel(path).heartbeat().num_steps == 0
-    channels.close(0)
+        os.truncate(agent.path, 0)
+    other = WorkerChannel(agent.path)
+    assert other.heartbeat().num_steps == 0
+    other.close()
+    agent.close()
     assert os.listdir("/proc/self/fd") == before
 
 
@@ -549,7 +601,7 @@ def test_stop_callbacks_do_not_run_for_a_resize_of_a_worker_that_can_regroup(pat
         context.accept_assignment()
     assert calls == ["stop"]
     context.set_can_regroup(False)
-    assert not agent.can_regroup
+    assert not see(agent).can_regroup
 
 
 def test_stop_is_not_returned_once_a_worker_must_leave_its_group(path: str) -> None:

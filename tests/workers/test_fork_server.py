@@ -7,50 +7,61 @@ import gc
 import json
 import logging
 import os
+import queue
+import re
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import attrs
 import pytest
 from jobs import WITHOUT_TORCH
-from processes import find_children, is_alive
+from processes import count_waits, find_children, is_alive, read_state
 from worker_groups import GroupRunner
 
 from elasticlib.errors import ConfigError
 from elasticlib.testing.waiting import wait_until
-from elasticlib.workers import fork_server, process_entry
+from elasticlib.workers import fork_client, fork_server, local_workers, process_entry
+from elasticlib.workers.ledger import HELPERS, Ledger
 from elasticlib.workers.local_workers import LocalWorkers
-from elasticlib.workers.spec import Script
-from elasticlib.workers.supervisor_protocol import socket_pair
+from elasticlib.workers.spec import Script, WorkerSpec
 
 
 @pytest.fixture
-def links() -> Iterator[tuple[socket.socket, ...]]:
-    """The supervisor's end of the socket of a fork server, and the two ends of the fork server."""
-    supervisor_end, first = socket_pair()
-    other, second = socket_pair()
-    with supervisor_end, first, other, second:
-        yield supervisor_end, first, second
+def ledger() -> Iterator[Ledger]:
+    """The ledger of an agent that has not started any process."""
+    ledger = Ledger()
+    yield ledger
+    ledger.close()
 
 
-def server_command(*server_ends: socket.socket) -> list[str]:
-    numbers = [str(link.fileno()) for link in server_ends]
-    return [sys.executable, "-u", process_entry.__file__, "", "fork_server", *numbers, ""]
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """The two ends of the connection between an agent and its fork server."""
+    agent_end, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with agent_end, server_end:
+        yield agent_end, server_end
+
+
+def server_command(ledger: Ledger) -> list[str]:
+    entry = process_entry.__file__
+    return [sys.executable, "-u", entry, "", "fork_server", str(ledger.fd), ""]
 
 
 def test_failed_fork_leaves_no_descriptor_and_no_blocked_signal_in_the_fork_server(
-    links: tuple[socket.socket, ...], monkeypatch: pytest.MonkeyPatch
+    ends: tuple[socket.socket, socket.socket], ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> int:
         raise BlockingIOError(errno.EAGAIN, "limit of processes reached")
 
+    connection = fork_server.Connection(ends[1])
+    monkeypatch.setattr(fork_server, "_take_connection", lambda: connection)
     monkeypatch.setattr(os, "fork", fail)
-    _, *server_ends = links
-    server = fork_server._ForkServer(*server_ends, {signal.SIGUSR1: signal.SIG_DFL})
+    server = fork_server._ForkServer(ledger.fd, {signal.SIGUSR1: signal.SIG_DFL})
     gc.collect()  # Otherwise, garbage of other tests may close its descriptors during this test.
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(BlockingIOError):
@@ -59,45 +70,50 @@ def test_failed_fork_leaves_no_descriptor_and_no_blocked_signal_in_the_fork_serv
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_forked_process_that_cannot_start_reports_the_reason_and_exits(
-    links: tuple[socket.socket, ...],
+def test_forked_process_that_cannot_begin_exits_with_the_reason(
+    ends: tuple[socket.socket, socket.socket], ledger: Ledger, tmp_path: Path
 ) -> None:
-    supervisor_end, *server_ends = links
-    numbers = [link.fileno() for link in server_ends]
+    agent_end, server_end = ends
     environment = {**os.environ, "PYTHONPATH": WITHOUT_TORCH}
-    with subprocess.Popen(
-        server_command(*server_ends), pass_fds=numbers, env=environment
-    ) as process:
-        for link in server_ends:
-            link.close()
-        supervisor_end.settimeout(60)
-        assert json.loads(supervisor_end.recv(4096)) == {"problem": ""}
+    with (
+        open(tmp_path / "stderr", "w+b") as stderr,
+        subprocess.Popen(
+            server_command(ledger), stdin=server_end, pass_fds=[ledger.fd], env=environment
+        ) as process,
+    ):
+        server_end.close()
+        agent_end.settimeout(60)
+        ready = {"kind": "ready", "pid": process.pid, "problem": ""}
+        assert json.loads(agent_end.recv(4096)) == ready
         # A pipe instead of a file in memory has no size and no position to read from.
         reading, writing = os.pipe()
         directory = os.open(".", os.O_PATH)
         for number in (1, 2, 3):
-            request = json.dumps({"op": "fork", "number": number}).encode()
-            socket.send_fds(supervisor_end, [request], [reading, directory, 0, 1, 2])
-            answers = [json.loads(supervisor_end.recv(4096)) for _ in range(2)]
-            assert answers[0]["number"] == number
-            assert "the worker's process did not begin: " in answers[0]["error"]
-            assert answers[1] == {"number": number, "code": 1}
-            supervisor_end.send(json.dumps({"op": "reap", "number": number}).encode())
+            request = {"kind": "fork", "number": number, "num_descriptors": 5}
+            descriptors = [reading, directory, 0, 1, stderr.fileno()]
+            socket.send_fds(agent_end, [json.dumps(request).encode()], descriptors)
+            started, exited = (json.loads(agent_end.recv(4096)) for _ in range(2))
+            assert (started["kind"], started["number"]) == ("started", number)
+            assert exited == {"kind": "exited", "number": number, "code": 127}
+            assert ledger.session(HELPERS[1]) == {}
+            agent_end.send(json.dumps({"kind": "reap", "number": number}).encode())
         wait_until("all forks to be reaped", lambda: find_children(process.pid) == [])
         for descriptor in (reading, writing, directory):
             os.close(descriptor)
-        supervisor_end.shutdown(socket.SHUT_RDWR)
+        agent_end.shutdown(socket.SHUT_RDWR)
         assert process.wait(60) == 0
+        assert (tmp_path / "stderr").read_text().count("OSError") == 3
 
 
-def test_fork_server_without_a_supervisor_exits_without_output(
-    links: tuple[socket.socket, ...],
+def test_fork_server_without_an_agent_exits_without_output(
+    ends: tuple[socket.socket, socket.socket], ledger: Ledger
 ) -> None:
-    supervisor_end, *server_ends = links
-    supervisor_end.close()
+    agent_end, server_end = ends
+    agent_end.close()
     done = subprocess.run(
-        server_command(*server_ends),
-        pass_fds=[link.fileno() for link in server_ends],
+        server_command(ledger),
+        stdin=server_end,
+        pass_fds=[ledger.fd],
         env={**os.environ, "PYTHONPATH": WITHOUT_TORCH},
         capture_output=True,
         timeout=60,
@@ -197,14 +213,15 @@ class ForkedWorkers(GroupRunner):
         (self.directory / f"exit.{rank}").touch()
         exit_ = self.wait_for_exit()
         assert exit_.local_rank == rank
+        assert exit_.succeeded, exit_.describe()
         return exit_.returncode
 
 
 @pytest.fixture
 def forked(tmp_path: Path) -> Iterator[ForkedWorkers]:
     """Workers of a fork server; after the test, no process of them may be alive."""
-    forked = ForkedWorkers(tmp_path)
     before = set(find_children(os.getpid()))
+    forked = ForkedWorkers(tmp_path)
     yield forked
     forked.workers.close()
     remaining = set(find_children(os.getpid())) - before
@@ -264,24 +281,104 @@ def test_killed_second_fork_server_ends_only_its_own_workers(
     # The first fork server still runs, and forks the next worker.
     replacement = forked.grow(count)
     assert replacement.parent == first.parent
-    assert "fork server has ended" not in caplog.text
+    assert "fork server has exited" not in caplog.text
     assert is_alive(first.pid)
     ranks = range(count)
     assert [forked.end_worker(rank) for rank in ranks] == [0] * count
 
 
-def test_suspended_fork_server_is_replaced_and_affects_no_running_worker(
-    forked: ForkedWorkers,
+def test_earlier_fork_servers_exit_with_their_last_worker(
+    forked: ForkedWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Workers of another environment need another fork server."""
+    monkeypatch.setattr(local_workers, "count_usable_cpus", lambda: 8)
+    monkeypatch.delitem(forked.workers._environment, "OMP_NUM_THREADS")
+    first = forked.grow(1)
+    forked.wait_for_deferred_imports()
+    (second_server,) = set(find_children(first.parent)) - {first.pid}
+    later = forked.grow(2)
+    assert later.parent not in (first.parent, second_server)
+    wait_until("the unused server to exit", lambda: not is_alive(second_server))
+    assert is_alive(first.pid)
+    os.kill(first.pid, signal.SIGKILL)
+    assert forked.wait_for_exit().returncode == -signal.SIGKILL
+    wait_until("the earlier server to exit", lambda: not is_alive(first.parent))
+    assert forked.end_worker(1) == 0
+
+
+def test_suspended_fork_server_is_continued(forked: ForkedWorkers) -> None:
     first = forked.grow(1)
     os.kill(first.parent, signal.SIGSTOP)
-    try:
-        second = forked.grow(2)
-        assert second.parent != first.parent
-        assert is_alive(first.pid)
-    finally:
-        os.kill(first.parent, signal.SIGCONT)
+    second = forked.grow(2)
+    assert second.parent == first.parent
     assert [forked.end_worker(rank) for rank in (0, 1)] == [0, 0]
+    # Its pings notice the same while nothing is requested.
+    os.kill(first.parent, signal.SIGSTOP)
+    wait_until("the fork server to run", lambda: read_state(first.parent) != "T", timeout_s=30.0)
+
+
+def test_fork_server_that_never_answers_is_killed_and_the_reason_says_so(
+    forked: ForkedWorkers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def kill(pid: int, number: int) -> None:
+        """Send a signal, except for SIGCONT: as if a debugger or a freezer held the process."""
+        signals.append(number)
+        if number != signal.SIGCONT:
+            send(pid, number)
+
+    signals: list[int] = []
+    send = os.kill
+    monkeypatch.setattr(fork_client, "KILL_AFTER_S", 2.0)
+    first = forked.grow(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "kill", kill)
+        send(first.parent, signal.SIGSTOP)
+        exit_ = forked.wait_for_exit()
+    assert signals[:2] == [signal.SIGCONT, signal.SIGKILL]
+    reason = "its fork server did not answer for 2 s"
+    assert exit_.exit_description == f"was killed by SIGKILL, because {reason}"
+    assert exit_.has_failed
+    wait_until("the worker to end", lambda: not is_alive(first.pid))
+    assert "a fork server did not answer for 2 s, and is killed" in caplog.text
+    (forked.directory / "report.0").unlink()
+    assert is_alive(forked.grow(1).pid)
+    assert forked.end_worker(0) == 0
+
+
+PAUSED_AGENT = """
+import sys
+from pathlib import Path
+sys.path[:0] = sys.argv[1:3]
+from elasticlib.testing.waiting import wait_until
+from elasticlib.workers import fork_client
+from test_fork_server import ForkedWorkers
+
+fork_client.KILL_AFTER_S, fork_client.PING_INTERVAL_S = 1.5, 0.2
+forked = ForkedWorkers(Path(sys.argv[3]))
+print(forked.grow(1).parent, flush=True)
+exit_ = forked.wait_for_exit()
+forked.workers.close()
+print(exit_.describe(), flush=True)
+"""
+
+
+def test_pause_of_an_agent_is_not_held_against_its_fork_server(tmp_path: Path) -> None:
+    """A freezer or `scontrol suspend` pauses both, and one of them runs first afterwards."""
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    command = [sys.executable, "-c", PAUSED_AGENT, *paths, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as agent:
+        assert agent.stdout is not None
+        server = int(agent.stdout.readline())
+        wait_until("some pings", lambda: count_waits(server) > 0)
+        for pid in (server, agent.pid):
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(4.0)
+        os.kill(agent.pid, signal.SIGCONT)
+        time.sleep(0.3)
+        os.kill(server, signal.SIGCONT)
+        time.sleep(2.0)
+        (tmp_path / "exit.0").touch()
+        assert "exited with code 0" in agent.stdout.readline()
 
 
 @pytest.mark.parametrize(
@@ -301,7 +398,7 @@ def test_workers_start_without_a_fork_server_if_torch_cannot_be_imported(
     for name, text in files.items():
         (forked.torch.parent / name).write_text(text)
     for count in (1, 2):
-        assert forked.grow(count).parent == forked.workers._supervisor.pid
+        assert forked.grow(count).parent == os.getpid()
     (record,) = (r for r in caplog.records if r.levelno >= logging.WARNING)
     warning = record.getMessage()
     prefix = "workers are started without the fork server: torch cannot be imported:"
@@ -318,8 +415,12 @@ def test_error_of_a_preload_names_the_module_that_a_file_of_the_user_shadows(
     (forked.directory / "profile.py").write_text(SHADOWING_MODULE)
     forked.set_preload("user_module")
     message = r"preload \(--preload\): user_module cannot be imported: AttributeError: .*'profile'"
-    with pytest.raises(ConfigError, match=message):
-        forked.start(Script(str(forked.script)))
+    ready: queue.SimpleQueue[str] = queue.SimpleQueue()
+    script = Script(str(forked.script))
+    forked.workers.prepare(WorkerSpec(script), ready.put, lambda: None)
+    assert re.search(message, ready.get(timeout=60))
+    forked.start(script)
+    assert re.search(message, forked.wait_until_unfit())
 
 
 def test_workers_start_in_a_working_directory_that_was_removed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -71,11 +72,9 @@ def test_output_of_ranks_that_are_not_shown_is_only_written_to_files(
     assert filtered.read_text() == "[role0]:out 0\n"
 
 
-def test_daemon_that_keeps_stderr_open_does_not_delay_the_last_lines(
-    tmp_path: Path,
-) -> None:
+def test_daemon_that_keeps_stderr_open_does_not_delay_the_last_lines() -> None:
     worker = assign_worker_ranks(assign_ranks((Node("n-1", "n", "127.0.0.1", 1),))[0])[0]
-    thread, files = OutputThread(), OutputFiles(str(tmp_path / "error.json"))
+    thread, files = OutputThread(pytest.fail), OutputFiles()
     output = WorkerOutput(OutputPlan(), worker, "role", files, thread)
     start_daemon = "echo last words >&2; sleep 600 & echo $!"
     with subprocess.Popen(
@@ -86,9 +85,11 @@ def test_daemon_that_keeps_stderr_open_does_not_delay_the_last_lines(
         process.stdout.close()
         process.wait(30)
         output.attach()
+        tails: queue.SimpleQueue[str] = queue.SimpleQueue()
+        thread.call(output.drain)
+        thread.call(lambda: tails.put(output.tail()))
         try:
-            assert output.wait_flushed(1e6)
-            assert output.tail() == "last words"
+            assert tails.get(timeout=60) == "last words"
         finally:
             os.kill(daemon, signal.SIGKILL)
     thread.close()

@@ -13,23 +13,20 @@ from collections.abc import Iterator
 
 import attrs
 import pytest
+from processes import is_alive
 from worker_groups import GroupRunner, shell
 
+from elasticlib.clock import monotonic
 from elasticlib.errors import WorkerStartError
 from elasticlib.testing.waiting import wait_until
 from elasticlib.workers import cleanup
-from elasticlib.workers.spec import Command
+from elasticlib.workers.interface import StopHow
+from elasticlib.workers.local_workers import LocalWorkers
+from elasticlib.workers.spec import Command, WorkerSpec
 
 
-def raise_enosys(*_: object) -> int:
-    raise OSError(errno.ENOSYS, "a kernel or a container without this system call")
-
-
-def test_process_that_cannot_be_checked_counts_as_running(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_process_that_cannot_be_checked_counts_as_running() -> None:
     process = subprocess.Popen(["sleep", "600"], start_new_session=True)
-    monkeypatch.setattr(os, "pidfd_open", raise_enosys)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
@@ -42,25 +39,43 @@ def test_process_that_cannot_be_checked_counts_as_running(
     assert cleanup.wait_for_exit(process.pid, 20.0)
 
 
-@pytest.mark.parametrize("prefix", ["event-loop", "workers-output"])
+@pytest.mark.parametrize("name", ["workers", "workers-output"])
 def test_start_that_fails_for_lack_of_threads_leaves_no_worker_and_can_be_repeated(
-    runner: GroupRunner, monkeypatch: pytest.MonkeyPatch, prefix: str
+    runner: GroupRunner, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:
-        if thread.name.startswith(prefix):
+        if thread.name == name:
             raise RuntimeError("can't start new thread")
         start(thread)
 
     runner.set_output("0", "3")
+    reason = r"can't start new thread.*raise that limit"
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(WorkerStartError, match=r"can't start new thread.*raise that limit"):
+        with pytest.raises(WorkerStartError, match=reason):
             runner.start(shell("exec sleep 600"), count=2)
-    assert not runner.workers.running()
+        begin = monotonic()
+        unused = LocalWorkers(os.environ)
+        with contextlib.suppress(WorkerStartError):
+            unused.start_fork_server(WorkerSpec(Command("true")))
+        unused.close()
+        assert monotonic() - begin < 5.0
+    assert not runner.workers.view()
     runner.start(shell("exit 0"), attempt=1)
     assert runner.wait_for_exit().succeeded
+
+
+def test_exits_are_seen_by_a_kernel_that_has_no_pidfds(
+    runner: GroupRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSYS, "a kernel or a container without this system call")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    runner.start(shell("exit $RANK"), count=2)
+    assert sorted(runner.wait_for_exit().returncode for _ in range(2)) == [0, 1]
 
 
 def test_close_leaves_no_thread_and_no_open_file(runner: GroupRunner) -> None:
@@ -74,7 +89,7 @@ def test_close_leaves_no_thread_and_no_open_file(runner: GroupRunner) -> None:
     before = open_resources()
     runner.set_output("0", "3").start(shell("echo out; echo err >&2"), count=2)
     assert all(runner.wait_for_exit().succeeded for _ in range(2))
-    assert "event-loop" in open_resources()
+    assert {"workers", "workers-output"} <= open_resources()
     runner.workers.close()
     # Resources of earlier tests may be closed during this test, so only new ones are compared.
     wait_until("all new resources to be closed", lambda: not open_resources() - before)
@@ -165,21 +180,21 @@ def test_process_whose_first_thread_has_exited_still_belongs_to_its_session() ->
     assert cleanup.session_processes({process.pid}) == []
 
 
-def test_agent_reads_no_files_of_other_processes_when_workers_exit(
-    runner: GroupRunner, reads: ProcReads
+def test_agent_lists_processes_only_in_a_thread_of_its_own_when_workers_exit(
+    runner: GroupRunner, reads: ProcReads, unrelated_pid: int
 ) -> None:
     runner.start(Command(CHILD_IN_OWN_GROUP[0], CHILD_IN_OWN_GROUP[1:]), count=4)
-    pids = [int(name.removeprefix("pid ")) for name in runner.workers.running().values()]
+    pids = [runner.pid(local) for local in range(4)]
     wait_until(
         "each worker to have a child",
         lambda: all(len(cleanup.session_processes({pid})) == 2 for pid in pids),
     )
     reads.listings.clear()
     reads.files.clear()
-    runner.workers.stop(runner.workers.running(), force=True)
+    runner.stop(StopHow.KILL)
     assert {runner.wait_for_exit().signal for _ in pids} == {"SIGKILL"}
-    assert runner.workers._supervisor.wait_until_clean(60)
-    assert not reads.listings
-    processes = [path.split("/")[2] for path in reads.files]
-    assert not [name for name in processes if name.isdigit() and int(name) not in pids]
+    wait_until("the sessions to be killed", lambda: not any(map(is_alive, pids)))
+    assert set(reads.listings) <= {"workers-clean"}
+    assert not [path for path in reads.files if path.startswith(f"/proc/{unrelated_pid}/")]
+    runner.workers.close()
     assert not any(cleanup.session_processes({pid}) for pid in pids)

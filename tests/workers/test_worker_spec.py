@@ -26,7 +26,7 @@ from elasticlib.workers.spec import (
     WorkerGroup,
     WorkerSpec,
     assign_worker_ranks,
-    substitute_local_rank,
+    make_program,
     visible_device_for,
     worker_environment,
 )
@@ -92,7 +92,7 @@ SET_VARIABLES = [
 
 
 def test_environment_has_the_variables_of_torchrun_and_the_generation() -> None:
-    environment = worker_environment(group(), group().worker(1), {}, error_file="/e", cores=8)
+    environment = worker_environment(group(), group().worker(1), {}, cores=8)
     assert environment == {
         "RANK": "2",
         "LOCAL_RANK": "1",
@@ -110,7 +110,7 @@ def test_environment_has_the_variables_of_torchrun_and_the_generation() -> None:
         "TORCHELASTIC_RESTART_COUNT": "2",
         "TORCHELASTIC_MAX_RESTARTS": "3",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_ERROR_FILE": "/e",
+        "TORCHELASTIC_ERROR_FILE": "",
         "ELASTICLIB_INCARNATION": "",
         "ELASTICLIB_LOCAL_RANK": "1",
         "ELASTICLIB_GENERATION": "4",
@@ -122,14 +122,14 @@ def test_environment_has_the_variables_of_torchrun_and_the_generation() -> None:
 
 def test_environment_does_not_have_the_secret_of_the_agent() -> None:
     inherited = {"ELASTICLIB_SECRET": "open sesame, if you please", "PATH": "/bin"}
-    environment = worker_environment(group(), group().worker(0), inherited, error_file="", cores=8)
+    environment = worker_environment(group(), group().worker(0), inherited, cores=8)
     assert environment["PATH"] == "/bin"
     assert "ELASTICLIB_SECRET" not in environment
 
 
 def test_inherited_ranks_are_replaced_and_other_variables_remain() -> None:
     inherited = {"RANK": "7", "WORLD_SIZE": "9", "OMP_NUM_THREADS": "3", "PATH": "/bin"}
-    environment = worker_environment(group(), group().worker(0), inherited, error_file="", cores=8)
+    environment = worker_environment(group(), group().worker(0), inherited, cores=8)
     assert (environment["RANK"], environment["WORLD_SIZE"]) == ("1", "3")
     assert (environment["OMP_NUM_THREADS"], environment["PATH"]) == ("3", "/bin")
 
@@ -141,7 +141,7 @@ def test_variables_of_an_outer_launcher_are_not_inherited() -> None:
         "TORCHELASTIC_HEALTH_CHECK_PORT": "8080",
         "PET_OBSERVE_PORT": "9400",
     }
-    environment = worker_environment(group(), group().worker(0), outer, error_file="/e", cores=8)
+    environment = worker_environment(group(), group().worker(0), outer, cores=8)
     assert "outer" not in environment.values()
     assert not (outer.keys() - set(SET_VARIABLES)) & set(environment)
 
@@ -160,7 +160,7 @@ def test_with_a_virtual_local_rank_only_the_gpu_of_the_worker_is_visible(
 ) -> None:
     spec = attrs.evolve(group().spec, virtual_local_rank=True)
     virtual = attrs.evolve(group(), spec=spec)
-    environment = worker_environment(virtual, virtual.worker(1), inherited, error_file="", cores=8)
+    environment = worker_environment(virtual, virtual.worker(1), inherited, cores=8)
     assert (environment["LOCAL_RANK"], environment["CUDA_VISIBLE_DEVICES"]) == ("0", device)
     assert environment.get("HIP_VISIBLE_DEVICES", device) == device
     assert (environment["RANK"], environment["LOCAL_WORLD_SIZE"]) == ("2", "2")
@@ -172,7 +172,8 @@ def test_virtual_local_rank_without_enough_gpus_is_rejected() -> None:
 
 
 def test_local_rank_macro_is_substituted() -> None:
-    assert substitute_local_rank(("--gpu=${local_rank}", "x"), 3) == ("--gpu=3", "x")
+    program = make_program(Script("a.py", ("--gpu=${local_rank}", "x")), 3, "", "")
+    assert program == ("script", "a.py", "--gpu=3", "x")
 
 
 def test_node_without_workers_is_rejected() -> None:

@@ -9,7 +9,9 @@ from typing import Any
 
 from elasticlib.rendezvous.membership import Node
 from elasticlib.rendezvous.rank_assignment import assign_ranks
+from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.exits import WorkerExit
+from elasticlib.workers.interface import StopHow
 from elasticlib.workers.local_workers import LocalWorkers
 from elasticlib.workers.output_plan import OutputPlan, parse_streams
 from elasticlib.workers.spec import (
@@ -26,7 +28,7 @@ class GroupRunner:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.exited: queue.SimpleQueue[int] = queue.SimpleQueue()  # local ranks
+        self.exited: queue.SimpleQueue[tuple[WorkerExit, str]] = queue.SimpleQueue()
         self.workers = LocalWorkers(os.environ, log_dir=str(directory), start_method="spawn")
 
     def set_output(self, redirects: str, tee: str, **options: Any) -> GroupRunner:
@@ -54,15 +56,32 @@ class GroupRunner:
             master_port=1,
             attempt=attempt,
         )
-        self.workers.start(group, self.exited.put)
+        self.workers.start(group, lambda *exit_: self.exited.put(exit_))
         return self
 
     def wait_for_exit(self) -> WorkerExit:
         """Return the exit of the next worker."""
-        return self.workers.reap(self.exited.get(timeout=60))
+        exit_, unfit = self.exited.get(timeout=60)
+        assert not unfit
+        return exit_
+
+    def wait_until_unfit(self) -> str:
+        """Return why this node cannot run the next worker."""
+        exit_, unfit = self.exited.get(timeout=60)
+        assert (exit_.pid, bool(unfit)) == (0, True)
+        return unfit
+
+    def stop(self, how: StopHow) -> None:
+        """Stop all workers."""
+        self.workers.stop([*self.workers.view()], how)
 
     def pid(self, local_rank: int = 0) -> int:
-        return int(self.workers.running()[local_rank].removeprefix("pid "))
+        """Return the pid of a worker, once it has one."""
+
+        def find() -> int:
+            return int(self.workers.view()[local_rank].name.removeprefix("pid ") or 0)
+
+        return wait_until("the worker to have a process", find)
 
     def read_file(self, name: str, local_rank: int = 0) -> str:
         """Return the content of a file in the log directory of a worker's first attempt."""

@@ -43,8 +43,8 @@ POLL_INTERVAL_S = 0.5  # between two looks at the cluster; a signal is handled w
 EARLY_DEATH_S = 60.0  # an agent that dies within this time is counted against its node
 STOP_MARGIN_S = 15.0  # added to the configured timeouts before agents are killed
 MAX_CONCURRENT_CALLS = 4  # of one actor: `run`, which lasts as long as the job, and others
-# By default, Ray kills all descendants of an actor with it. The supervisor process must survive for
-# a moment to clean up.
+# By default, Ray kills all descendants of an actor with it. The guardian process must survive for a
+# moment to clean up.
 ACTOR_ENVIRONMENT = {"RAY_kill_child_processes_on_worker_exit": "false"}
 
 # A node that knows the result of the whole job outweighs a node that was only stopped.
