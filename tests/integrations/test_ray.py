@@ -270,9 +270,9 @@ def test_a_drain_of_the_driver_lets_all_workers_save_at_one_step(
     job.wait_for_world(2)
     driver.signal(signal.SIGUSR2)
     assert read_result(driver)["state"] == "drained"
-    assert sorted(path.name for path in job.folder.glob("saved.*")) == ["saved.0", "saved.1"], (
-        driver.text
-    )
+    saved = {path.name: path.read_text() for path in job.folder.glob("saved.*")}
+    assert sorted(saved) == ["saved.0", "saved.1"], driver.text
+    assert len(set(saved.values())) == 1, saved
 
 
 def test_a_job_without_enough_resources_fails_with_the_reason(job: Job, rays: RayCluster) -> None:
