@@ -77,9 +77,9 @@ log = logging.getLogger("elasticlib.rendezvous")
 
 SHARDS_PER_REFRESH = 16  # shards written between two refreshes of this node's leases
 KEYS_PER_REFRESH = 64  # keys deleted between two refreshes of this node's leases
-REFRESH_FRACTION = 0.1  # of the ttl: a lease that is younger is not refreshed again
 RECONNECT_TIME_S = 6.0  # time for a node to notice that the store is away, pause and reconnect
 STATUS_INTERVAL_S = 1.0  # minimum interval between two writes of the leader's status
+STATUS_DELAY_S = 2.0  # a node that waits for this time reads why
 MAX_STATUS_HOSTS = 16
 LOG_INTERVAL_S = 10.0  # an unchanged reason to wait is logged this often
 # If the node's thread was late by this fraction of `loop_timeout`, the whole process was suspended
@@ -401,7 +401,9 @@ class RendezvousNode:
                 break
         # The leader knows its status, and does not read it.
         status_at = float("inf") if self.is_leader else self.next_status_read_at
-        return min(now + self.timeouts.keep_alive_interval, self._poll_at, status_at)
+        refreshed_at = now if self._published is None else self._refreshed_at
+        refresh_at = refreshed_at + self.timeouts.keep_alive_interval
+        return min(refresh_at, self._poll_at, status_at)
 
     def _poll(self, now: float, listing: Listing | None) -> float:
         """Read, write reports and decide. Return the seconds until the next poll."""
@@ -588,7 +590,7 @@ class RendezvousNode:
 
     def _publish_record(self, record: NodeRecord, now: float) -> None:
         key = self.keys.node(self._id)
-        if now - self._refreshed_at >= self._ttl * REFRESH_FRACTION:
+        if now >= self._refreshed_at + self.timeouts.keep_alive_interval:
             if self._published is not None and not self._job.refresh(key):
                 # The store was away, or is another one and may have lost all that was written.
                 self._published, self._finished_written = None, ""
@@ -668,6 +670,8 @@ class RendezvousNode:
         )
         if not is_same:
             self._phase_since = now
+            # What this node waited for has come, and the status may be older than that.
+            self.next_status_read_at = max(self.next_status_read_at, now + STATUS_DELAY_S)
         if before is not None and is_same and not self._has_damaged_shard:
             snapshot.assignment = before.assignment
         else:
@@ -682,7 +686,7 @@ class RendezvousNode:
         state = snapshot.state
         nodes: list[NodeRecord | Leader] = [] if snapshot.leader is None else [snapshot.leader]
         if self.snapshot is None:
-            self._job_found_at, self.next_status_read_at = now, now + 2 * STATUS_INTERVAL_S
+            self._job_found_at, self.next_status_read_at = now, now + STATUS_DELAY_S
             if state is not None and not nodes:
                 # The leader may have left or died while other nodes of the run are alive.
                 listing = self.store.list(self.keys.node())
