@@ -432,8 +432,11 @@ def _refuse_or_delay_restart(
     """Enforce the restart budget and the restart delay. Return None if the restart may begin."""
     if membership.restarts >= membership.settings.max_restarts:
         return _evict_or_end_job(view, membership, candidates)
-    count = membership.quick_failure_count
-    if count > MAX_UNDELAYED_RESTARTS and view.phase_age_s < RESTART_DELAY_S:
+    count, verdict = membership.quick_failure_count, membership.verdict
+    # A worker that was killed from outside tells nothing about the next one.
+    is_killed = verdict is not None and verdict.kind is FailureKind.KILLED
+    is_delayed = count > MAX_UNDELAYED_RESTARTS and not is_killed
+    if is_delayed and view.phase_age_s < RESTART_DELAY_S:
         return ReconcileResult(
             f"the last {count} generations failed within {QUICK_FAILURE_S:g} s each: the restart "
             f"is delayed by {RESTART_DELAY_S:g} s",

@@ -234,6 +234,13 @@ def test_restarts_of_killed_workers_are_not_delayed() -> None:
     )
 
 
+def test_the_restart_of_a_killed_worker_is_not_delayed_after_quick_failures_either() -> None:
+    document = attrs.evolve(after_failures(*[1.0] * 9), phase=JobPhase.ACTIVE)
+    opened = decide_membership(document, A, mark_failed(B, killed=True), phase_age_s=1.0)
+    assert opened.quick_failure_count == 9
+    assert decide_membership(opened, *mark_stopped(A, B)).phase is JobPhase.ACTIVE
+
+
 def test_a_resize_is_never_delayed() -> None:
     opened = after_failures(*[1.0] * 9)
     assert decide_membership(opened, *mark_stopped(A)).phase is JobPhase.ACTIVE
