@@ -26,7 +26,8 @@ from processes import describe_process, find_processes, is_alive
 from elasticlib.checkpoint.refs import StateRef
 from elasticlib.dir_lock import LOCK_FILE
 from elasticlib.launch.cli import main
-from elasticlib.observe.event import KINDS, Event, decode
+from elasticlib.observe.event import Event, decode
+from elasticlib.observe.event_kinds import KINDS
 from elasticlib.observe.runs import find_runs, runs_dir
 from elasticlib.testing.waiting import DEFAULT_TIMEOUT_S, wait_until
 
@@ -268,7 +269,7 @@ class Job:
             lines = path.read_bytes().splitlines()
             events = [decode(line) for line in lines]
             for event in events:
-                assert set(event.data) == set(KINDS[event.kind]), event
+                assert set(event.data) == set(KINDS[event.kind]().data), event
             assert [event.monotonic for event in events] == sorted(
                 event.monotonic for event in events
             )

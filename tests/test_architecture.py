@@ -59,6 +59,7 @@ PURE = (
     "launch/schedulers.py",
     "logical/tree_sum.py",
     "observe/event.py",
+    "observe/event_kinds.py",
     "rendezvous/reconcile.py",
     "rendezvous/bad_nodes.py",
     "rendezvous/blame.py",

@@ -23,7 +23,7 @@ from elasticlib import Command, WorkerSpec, errors, interfaces, testing
 from elasticlib.launch import cli
 from elasticlib.launch.command_line import build_parser
 from elasticlib.launch.flags import FLAGS
-from elasticlib.observe.event import KINDS
+from elasticlib.observe.event_kinds import KINDS
 from elasticlib.observe.metrics import FAMILIES
 from elasticlib.workers.spec import Worker, WorkerGroup, worker_environment
 

@@ -10,14 +10,17 @@ import argparse
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
+import attrs
 from docutils import nodes
 from docutils.statemachine import StringList
+from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.docutils import SphinxDirective
 
 from elasticlib.launch import cli
 from elasticlib.launch.command_line import build_parser
 from elasticlib.launch.flags import FLAGS
-from elasticlib.observe.event import COMMON_KEYS, KINDS
+from elasticlib.observe import event_kinds
+from elasticlib.observe.event import COMMON_KEYS
 from elasticlib.observe.metrics import FAMILIES
 
 
@@ -39,10 +42,13 @@ def commands() -> Iterator[str]:
 def events() -> Iterator[str]:
     """Yield the values of all events, and those of each kind."""
     yield _table(("value", "meaning"), ((f"`{key}`", text) for key, text in COMMON_KEYS.items()))
-    yield "Each kind has values of its own in `data`:"
-    for kind, values in KINDS.items():
-        rows = ((f"`{name}`", meaning) for name, meaning in values.items())
-        yield f"## {kind}\n\n{_table(('value', 'meaning'), rows)}"
+    yield "Each kind has values of its own in `data`, which are the fields of its class:"
+    comments = ModuleAnalyzer.for_module(event_kinds.__name__).find_attr_docs()
+    for kind, cls in event_kinds.KINDS.items():
+        names = [field.name for field in attrs.fields(cls)]
+        rows = ((f"`{name}`", " ".join(comments[cls.__name__, name])) for name in names)
+        head = f"## {kind}\n\n{cls.__doc__} The class is `{cls.__name__}`."
+        yield f"{head}\n\n{_table(('value', 'meaning'), rows)}"
 
 
 def metrics() -> Iterator[str]:

@@ -13,6 +13,7 @@ from functools import partial
 import attrs
 
 from ..clock import Clock
+from ..observe import event_kinds as kinds
 from ..observe.formatting import format_ranks
 from ..observe.journal import Journal, SafeCaller
 from ..observe.step_monitor import MAX_INTERVAL_S, StepMonitor
@@ -140,7 +141,7 @@ class RunObserver:
     def on_run_started(self) -> None:
         """Note that the run has begun."""
         self._idle_since = self._clock()
-        self._record("rendezvous.started", reason=self._reason, is_planned=False)
+        self._record(kinds.RendezvousStarted(reason=self._reason, is_planned=False))
 
     def on_start(self, group: WorkerGroup) -> None:
         """Report the workers that are about to start."""
@@ -157,7 +158,7 @@ class RunObserver:
     def on_control(self, action: str, by: str) -> None:
         """Report that an operator has requested an action."""
         log.info("%s has requested: %s", by, action)
-        self._record("control.requested", action=action, by=by)
+        self._record(kinds.ControlRequested(action=action, by=by))
 
     @property
     def due_at(self) -> float:
@@ -183,7 +184,7 @@ class RunObserver:
                 self._end = event
             case Requested(action=action, source=source, reason=reason):
                 if action is not Action.RESTART:
-                    self._record("drain.requested", signal=source, reason=reason)
+                    self._record(kinds.DrainRequested(signal=source, reason=reason))
             case Finished(problem=problem, saved_step=step):
                 self._saved_step = step
                 if problem:
@@ -208,7 +209,7 @@ class RunObserver:
         is_drain = isinstance(effect, Report) and effect.kind is ReportKind.DRAIN
         if is_drain and isinstance(event, SignalReceived):
             reason = PREEMPTED if event.meaning is Meaning.DRAIN_IF_NOTICED else DRAIN
-            self._record("drain.requested", signal=event.name, reason=reason)
+            self._record(kinds.DrainRequested(signal=event.name, reason=reason))
 
     def _on_failure(self, report: Report, event: Event, before: MachineState) -> None:
         log.warning("%s", report.reason)
@@ -221,7 +222,9 @@ class RunObserver:
         kind = "hang" if since is not None else "killed" if is_killed else "ordinary"
         inactive_s = None if since is None else round(self._clock() - since, 3)
         self._record(
-            "failure", reason=report.reason, failure_kind=kind, seconds_since_heartbeat=inactive_s
+            kinds.Failure(
+                reason=report.reason, failure_kind=kind, seconds_since_heartbeat=inactive_s
+            )
         )
         if not isinstance(event, WorkerExited):
             self._note_failure_without_exit(report.reason)
@@ -251,20 +254,21 @@ class RunObserver:
             f"reason: {cause}",
         )
         self._record(
-            "generation.started",
-            duration_seconds=round(waited_s, 6),
-            import_seconds=round(import_s, 6),
-            attempt=after.start,
-            node_rank=info.rank,
-            node_count=info.world_size,
-            ranks=[first, last],
-            world_size=place.world_size,
-            role=[place.first_role_rank, place.role_world_size],
-            restarts=info.restarts,
-            max_restarts=info.max_restarts or 0,
-            reason=cause,
-            trigger=None if info.trigger is None else info.trigger.value,
-            incarnation=info.incarnation,
+            kinds.GenerationStarted(
+                duration_seconds=round(waited_s, 6),
+                import_seconds=round(import_s, 6),
+                attempt=after.start,
+                node_rank=info.rank,
+                node_count=info.world_size,
+                ranks=(first, last),
+                world_size=place.world_size,
+                role=(place.first_role_rank, place.role_world_size),
+                restarts=info.restarts,
+                max_restarts=info.max_restarts or 0,
+                reason=cause,
+                trigger="" if info.trigger is None else info.trigger.value,
+                incarnation=info.incarnation,
+            )
         )
 
     def _on_seen(self, after: MachineState) -> None:
@@ -275,7 +279,8 @@ class RunObserver:
 
     def _on_worker_started(self, local: int, name: str, start: int) -> None:
         rank = self._unnamed.pop(local)
-        self._record("worker.started", rank, local_rank=local, name=name, attempt=start)
+        body = kinds.WorkerStarted(local_rank=local, name=name, attempt=start)
+        self._record(body, rank)
 
     def report_steps(self, *, is_final: bool = False) -> None:
         """Report the workers' progress if that is due, or at the end of a group in any case."""
@@ -293,8 +298,8 @@ class RunObserver:
             # An error in a report must not stop the training.
             log.exception("cannot read the workers' steps, trying again in %g s", MAX_INTERVAL_S)
             self._steps, events = attrs.evolve(watch, due_at=now + MAX_INTERVAL_S), []
-        for kind, data in events:
-            self._record(kind, **data)
+        for body in events:
+            self._record(body)
 
     def report_ending_workers(self, state: MachineState) -> None:
         """Name the workers whose program has ended, and whose process has not.
@@ -336,9 +341,7 @@ class RunObserver:
             # It has exited before it was seen.
             start = before.alive[exit_.local_rank].start
             self._on_worker_started(exit_.local_rank, f"pid {exit_.pid}", start)
-        self._record(
-            "worker.exited",
-            exit_.rank,
+        body = kinds.WorkerExited(
             local_rank=exit_.local_rank,
             exit_code=exit_.returncode,
             succeeded=exit_.succeeded,
@@ -348,6 +351,7 @@ class RunObserver:
             traceback="" if exit_.succeeded else shorten(exit_.traceback, MAX_TRACEBACK_BYTES),
             uptime_seconds=round(self._clock() - self._group.started_at, 6),
         )
+        self._record(body, exit_.rank)
         if unfit:
             # It is about the node, not about one of its workers.
             self._note_failure_without_exit(unfit)
@@ -380,18 +384,18 @@ class RunObserver:
             reason, grace_s = ("", 0.0) if notice is None else (notice.reason, notice.grace_s)
             if notice is not None:
                 log.info("%s: the workers have %g s to save and exit", reason, grace_s)
-            self._record("stopping", notice=reason, grace_seconds=grace_s, reason=self._reason)
+            self._record(kinds.Stopping(notice=reason, grace_seconds=grace_s, reason=self._reason))
         if before.phase is Phase.STOPPING:
             self._idle_since = now
             seconds = round(now - self._stop_started_at, 6)
             left = ", ".join(before.view[n].name for n in after.alive if n in before.view)
             survivors = left if after.phase is Phase.CLOSING else ""
-            self._record("stopped", duration_seconds=seconds, survivors=survivors)
+            self._record(kinds.Stopped(duration_seconds=seconds, survivors=survivors))
         if after.phase in (Phase.JOINING, Phase.CLOSING):
             self.report_steps(is_final=True)
             self._steps, self._last_heartbeats = None, {}
         if after.phase is Phase.JOINING:
-            self._record("rendezvous.started", reason=self._reason, is_planned=self._is_planned)
+            self._record(kinds.RendezvousStarted(reason=self._reason, is_planned=self._is_planned))
         log.debug("%s -> %s: %s", before.phase.value, after.phase.value, describe(event, effects))
 
     # -- the end --------------------------------------------------------------------------------
@@ -414,15 +418,18 @@ class RunObserver:
             is_unfit=outcome.is_unfit,
         )
         if self._saved_step is not None:
-            self._record("checkpoint.saved", step=self._saved_step, count=1)
-        self._record(
-            "run.finished",
+            self._record(kinds.CheckpointSaved(step=self._saved_step, count=1))
+        first = None
+        if cause is not None:
+            first = {"host": cause.host, "rank": cause.rank, "what": cause.summary}
+        body = kinds.RunFinished(
             state=result.state.value,
             reason=result.reason,
             exit_code=result.exit_code,
             expelled=result.evicted,
-            root_cause=cause and {"host": cause.host, "rank": cause.rank, "what": cause.summary},
+            root_cause=first,
         )
+        self._record(body)
         # Wait until the journal has the events, for a bounded time.
         self._caller.flush()
         return result
@@ -448,8 +455,8 @@ class RunObserver:
         ranks.update(() if verdict is None else verdict.followers)
         return attrs.evolve(found, subsequent_ranks=tuple(sorted(ranks - {found.rank})))
 
-    def _record(self, kind: str, rank: int | None = None, **data: object) -> None:
+    def _record(self, body: kinds.EventBody, rank: int | None = None) -> None:
         if self._journal is not None:
             generation, journal = self._group.number, self._journal
-            record = partial(journal.record, kind, generation=generation, rank=rank, **data)
+            record = partial(journal.record, body, generation=generation, rank=rank)
             self._caller.call(record, is_nonblocking=journal.is_nonblocking)

@@ -149,9 +149,9 @@ def _file_lines(run: str, log_dir: str, events: str) -> Iterator[str]:
 
 def _command_lines(aggregate: NodeAggregate) -> Iterator[str]:
     """Yield the command line of the run if the run failed."""
-    start, end = aggregate.start_event, aggregate.end_event
-    if end is not None and finished_state(end.text("state")) is JobState.FAILED:
-        yield f"command: {shorten(start.text('command'), MAX_COMMAND_CHARS)}"
+    end = aggregate.end
+    if end is not None and finished_state(end.state) is JobState.FAILED:
+        yield f"command: {shorten(aggregate.start.command, MAX_COMMAND_CHARS)}"
 
 
 # -- result of the run -----------------------------------------------------------------------------

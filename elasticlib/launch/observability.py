@@ -25,6 +25,7 @@ from ..agent.elastic_agent import ElasticAgent
 from ..agent.machine import Phase
 from ..clock import monotonic
 from ..errors import ConfigError, format_error
+from ..observe import event_kinds as kinds
 from ..observe.aggregate import NodeStatus
 from ..observe.control import ControlAction, ControlRequest, ControlResponder, NodeActivity
 from ..observe.event import Event
@@ -103,8 +104,7 @@ def open_journal(
             run_selector=selector,
         )
         stack.callback(journal.close)
-        journal.record(
-            "run.started",
+        started = kinds.RunStarted(
             host=socket.gethostname(),
             pid=os.getpid(),
             slots=config.nproc_per_node,
@@ -115,6 +115,7 @@ def open_journal(
             versions=versions(),
             command=command_line(),
         )
+        journal.record(started)
         yield journal
 
 
@@ -241,22 +242,23 @@ class MissingRestoreWarning(EventListener):
         self._attempt = 0  # in which the new workers of the generation are started
 
     def on_event(self, event: Event) -> None:
-        step = int(event.number("step") or 0)
-        is_from_start = step <= self._saved_before and self._restored != event.generation
-        if event.kind == "generation.started":
-            self._attempt = int(event.number("attempt") or 0)
-            self._saved_before = self._saved_step
-        is_retained = event.kind == "worker.started" and event.number("attempt") != self._attempt
-        if event.kind == "state.restored" or is_retained:
-            self._restored = event.generation
-        elif event.kind in ("checkpoint.saved", "snapshot.taken"):
-            self._saved_step = max(self._saved_step, step)
-        elif event.kind == "training.started" and is_from_start:
-            log.warning(
-                "training restarted at step %d although step %d was saved; does the script call "
-                "CheckpointManager.restore()?",
-                *(step, self._saved_before),
-            )
+        match event.body:
+            case kinds.GenerationStarted(attempt=attempt):
+                self._attempt = attempt or 0
+                self._saved_before = self._saved_step
+            case kinds.WorkerStarted(attempt=attempt) if attempt != self._attempt:
+                self._restored = event.generation  # It is retained.
+            case kinds.StateRestored():
+                self._restored = event.generation
+            case kinds.StateSaved(step=step):
+                self._saved_step = max(self._saved_step, step or 0)
+            case kinds.TrainingStarted(step=step):
+                if (step or 0) <= self._saved_before and self._restored != event.generation:
+                    log.warning(
+                        "training restarted at step %d although step %d was saved; does the "
+                        "script call CheckpointManager.restore()?",
+                        *(step or 0, self._saved_before),
+                    )
 
 
 # -- status and stacks through the store -----------------------------------------------------------
@@ -298,7 +300,7 @@ def observe_node(
         hooks = [] if on_event is None else [stack.enter_context(EventHook(on_event))]
         journal = NodeJournal(run_id, node.id, path, listeners=hooks)
         stack.callback(journal.close)
-        journal.record("run.started", host=node.host, pid=os.getpid(), slots=node.slots)
+        journal.record(kinds.RunStarted(host=node.host, pid=os.getpid(), slots=node.slots))
 
         if not isinstance(handler, DynamicRendezvousHandler):
             yield journal

@@ -23,6 +23,7 @@ from ..errors import (
     StoreTimeoutError,
 )
 from ..observe.event import Event
+from ..observe.event_kinds import RunStarted
 from ..observe.formatting import NOT_JOINED_TEXT
 from ..observe.job_status import JobStatus, jobs_in, result_of
 from ..observe.journal import EventFile
@@ -159,13 +160,14 @@ def _recorded_target(records: tuple[Path, ...], conf: Mapping[str, str]) -> RunT
         if event is None:
             continue
         run_id = event.run
-        settings = event.data.get("settings")
-        if event.kind == "run.started" and isinstance(settings, dict):
-            backend = str(settings.get("rdzv_backend", ""))
+        start = event.body
+        if isinstance(start, RunStarted):
+            settings = start.settings
+            backend = settings.get("rdzv_backend", "")
             # A store that an agent served is gone with the agent.
-            served = event.data.get("endpoint") if agents.is_known_alive(path) else ""
-            endpoint = str(served or settings.get("rdzv_endpoint", ""))
-            conf = {**read_pairs(str(settings.get("rdzv_conf", ""))), **conf}
+            served = start.endpoint if agents.is_known_alive(path) else ""
+            endpoint = served or settings.get("rdzv_endpoint", "")
+            conf = {**read_pairs(settings.get("rdzv_conf", "")), **conf}
             if endpoint:
                 break
     return RunTarget(run_id, backend, endpoint, conf, records)

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 import attrs
 
 from ..workers.interface import NO_STEP, RESTART, Heartbeat
+from . import event_kinds as kinds
 from .event import Event, TimelineEvent
 from .history import GenerationTrigger, JobState, NodeGeneration, ProgressSample, stall_seconds
 
@@ -24,12 +25,11 @@ MAX_EVENTS_BY_KIND: Mapping[str, int] = {
 }
 MAX_WORKERS_APART = 64  # more workers share their limits
 SAVE_KINDS = ("checkpoint.saved", "snapshot.taken")
-
-_STATE_KINDS = (
-    *("run.started", "rendezvous.started", "generation.started", "failure"),
-    *("stopping", "drain.requested", "run.finished"),
+# They change only the workers and steps of a status, which a reader of files does not need.
+_OF_WORKERS = (
+    *(kinds.WorkerStarted, kinds.WorkerExited, kinds.StateSaved),
+    *(kinds.TrainingStarted, kinds.Progress),
 )
-_KINDS_WITHOUT_GENERATION = ("run.started", "generation.started", "events.dropped")
 
 
 def finished_state(name: str) -> JobState:
@@ -88,66 +88,59 @@ class NodeStatus:
 
 def apply_event(status: NodeStatus, event: Event) -> NodeStatus:
     """Return the status after an event."""
-    status = attrs.evolve(status, generation=event.generation, **_reported_fields(event))
-    step = event.count("step")
-    if event.kind == "worker.started" and event.rank is not None:
-        local_rank, name = event.count("local_rank") or 0, event.text("name")
-        return _update_workers(status, WorkerStatus(event.rank, local_rank, name))
-    if event.kind == "worker.exited":
-        exited = (worker for worker in status.workers if worker.rank == event.rank)
-        return _update_workers(status, *(attrs.evolve(x, running=False) for x in exited))
-    if event.kind == "checkpoint.saved" and step is not None:
-        return attrs.evolve(status, checkpoint_step=step)
-    if event.kind == "snapshot.taken" and step is not None:
-        return attrs.evolve(status, snapshot_step=step)
-    if event.kind in ("training.started", "progress"):
-        speed = event.seconds("steps_per_second")
-        return attrs.evolve(status, step=step, steps_per_second=speed)
-    state = _next_state(status.state, event)
-    if event.kind == "generation.started":
-        status = attrs.evolve(status, workers=(), step=None, steps_per_second=None)
-    reason = status.reason
-    if event.kind in _STATE_KINDS and event.kind not in ("run.started", "stopping"):
-        reason = event.text("reason") or reason
-    if state is status.state:
-        return attrs.evolve(status, reason=reason)
-    return attrs.evolve(status, state=state, state_since=event.monotonic, reason=reason)
-
-
-_REPORTED_FIELDS: Mapping[str, tuple[str, ...]] = {
-    "run.started": ("host", "pid", "slots"),
-    "generation.started": (*("node_rank", "node_count", "world_size", "restarts", "max_restarts"),),
-}
-
-
-def _reported_fields(event: Event) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    for name in _REPORTED_FIELDS.get(event.kind, ()):
-        value = event.text(name) if name == "host" else event.count(name)
-        if value is not None:
-            fields[name] = value
-    if event.kind == "run.finished":
-        fields["expelled"] = event.is_true("expelled")
-    return fields
-
-
-def _next_state(state: JobState, event: Event) -> JobState:
-    match event.kind:
-        case "run.finished":
-            return finished_state(event.text("state"))
-        case "generation.started":
-            return JobState.RUNNING
-        case "drain.requested":
-            return JobState.DRAINING
-        case "failure":
-            return JobState.RESTARTING
-        case "stopping" if state is JobState.RUNNING:
+    status = attrs.evolve(status, generation=event.generation)
+    body = event.body
+    match body:
+        case kinds.RunStarted():
+            pid, slots = body.pid or 0, body.slots or 0
+            return attrs.evolve(status, host=body.host, pid=pid, slots=slots)
+        case kinds.RendezvousStarted():
+            is_lost = status.state is JobState.RUNNING
+            state = JobState.RENDEZVOUS if is_lost else status.state
+            return _enter_state(status, event, state, body.reason)
+        case kinds.GenerationStarted():
+            return _enter_state(_join(status, body), event, JobState.RUNNING, body.reason)
+        case kinds.WorkerStarted() if event.rank is not None:
+            return _update_workers(
+                status, WorkerStatus(event.rank, body.local_rank or 0, body.name)
+            )
+        case kinds.WorkerExited():
+            exited = (worker for worker in status.workers if worker.rank == event.rank)
+            return _update_workers(status, *(attrs.evolve(x, running=False) for x in exited))
+        case kinds.CheckpointSaved() if body.step is not None:
+            return attrs.evolve(status, checkpoint_step=body.step)
+        case kinds.SnapshotTaken() if body.step is not None:
+            return attrs.evolve(status, snapshot_step=body.step)
+        case kinds.TrainingStarted():
+            return attrs.evolve(status, step=body.step, steps_per_second=None)
+        case kinds.Progress():
+            return attrs.evolve(status, step=body.step, steps_per_second=body.steps_per_second)
+        case kinds.DrainRequested():
+            return _enter_state(status, event, JobState.DRAINING, body.reason)
+        case kinds.Failure():
+            return _enter_state(status, event, JobState.RESTARTING, body.reason)
+        case kinds.Stopping() if status.state is JobState.RUNNING:
             # Without a notice, the workers stop because of a failure or a loss elsewhere.
-            is_restart = event.text("notice") in ("", RESTART)
-            return JobState.RESTARTING if is_restart else JobState.RESIZING
-        case "rendezvous.started" if state is JobState.RUNNING:
-            return JobState.RENDEZVOUS
-    return state
+            is_restart = body.notice in ("", RESTART)
+            state = JobState.RESTARTING if is_restart else JobState.RESIZING
+            return _enter_state(status, event, state)
+        case kinds.RunFinished():
+            status = attrs.evolve(status, expelled=body.expelled)
+            return _enter_state(status, event, finished_state(body.state), body.reason)
+    return status
+
+
+def _enter_state(status: NodeStatus, event: Event, state: JobState, reason: str = "") -> NodeStatus:
+    since = status.state_since if state is status.state else event.monotonic
+    reason = reason or status.reason
+    return attrs.evolve(status, state=state, state_since=since, reason=reason)
+
+
+def _join(status: NodeStatus, body: kinds.GenerationStarted) -> NodeStatus:
+    """Return the status of a member of the generation. What is not known stays as it was."""
+    names = ("node_rank", "node_count", "world_size", "restarts", "max_restarts")
+    reported = {name: value for name in names if (value := getattr(body, name)) is not None}
+    return attrs.evolve(status, workers=(), step=None, steps_per_second=None, **reported)
 
 
 def _update_workers(status: NodeStatus, *workers: WorkerStatus) -> NodeStatus:
@@ -192,7 +185,9 @@ def with_heartbeats(
 # -- one generation on one node --------------------------------------------------------------------
 
 
-def new_generation(event: Event, rendezvous_started_at: float | None) -> NodeGeneration:
+def new_generation(
+    event: Event, body: kinds.GenerationStarted, rendezvous_started_at: float | None
+) -> NodeGeneration:
     """Return the generation that a `generation.started` event reports."""
     since = rendezvous_started_at
     return NodeGeneration(
@@ -200,71 +195,73 @@ def new_generation(event: Event, rendezvous_started_at: float | None) -> NodeGen
         number=event.generation,
         started_at=event.monotonic,
         timestamp=event.timestamp,
-        incarnation=event.text("incarnation"),
-        node_count=event.count("node_count") or 1,
-        world_size=event.count("world_size") or 1,
-        restarts=event.count("restarts") or 0,
-        max_restarts=event.count("max_restarts"),
-        node_rank=event.count("node_rank") or 0,
-        ranks=event.pair("ranks") or (0, 0),
-        reason=event.text("reason"),
-        trigger=next(
-            (why for why in GenerationTrigger if why.value == event.text("trigger")), None
-        ),
+        incarnation=body.incarnation,
+        node_count=body.node_count or 1,
+        world_size=body.world_size or 1,
+        restarts=body.restarts or 0,
+        max_restarts=body.max_restarts,
+        node_rank=body.node_rank or 0,
+        ranks=body.ranks or (0, 0),
+        reason=body.reason,
+        trigger=next((why for why in GenerationTrigger if why.value == body.trigger), None),
         rendezvous_started_at=None if since is None else min(since, event.monotonic),
-        import_seconds=event.seconds("import_seconds") or 0.0,
+        import_seconds=body.import_seconds or 0.0,
     )
 
 
 def update_generation(generation: NodeGeneration, event: Event) -> NodeGeneration:
     """Return the generation after an event in it."""
-    at, kind = event.monotonic, event.kind
-    match kind:
-        case "checkpoint.saved":
-            total = generation.num_saves + (event.count("count") or 0)
-            return attrs.evolve(generation, num_saves=total)
-        case "snapshot.taken":
-            total = generation.num_snapshots + (event.count("count") or 0)
+    at, body = event.monotonic, event.body
+    match body:
+        case kinds.CheckpointSaved():
+            return attrs.evolve(generation, num_saves=generation.num_saves + (body.count or 0))
+        case kinds.SnapshotTaken():
+            total = generation.num_snapshots + (body.count or 0)
             return attrs.evolve(generation, num_snapshots=total)
-        case "training.started" | "progress":
-            return _record_step(generation, event)
-        case "state.restored":
-            duration, delay = event.seconds("duration_seconds"), event.seconds("delay_seconds")
-            if duration is not None and delay is not None:
-                at = min(at, generation.started_at + delay + duration)
-            step = event.count("step")
+        case kinds.TrainingStarted():
+            return _record_first_step(generation, at, body)
+        case kinds.Progress():
+            done_at = max(generation.started_at, at - (body.seconds_since_heartbeat or 0.0))
+            return _record_step(generation, body.step, done_at)
+        case kinds.StateRestored():
+            seconds = body.duration_seconds
+            if seconds is not None and body.delay_seconds is not None:
+                at = min(at, generation.started_at + body.delay_seconds + seconds)
             return attrs.evolve(
-                generation, restored_at=at, restore_seconds=duration, restored_step=step
+                generation, restored_at=at, restore_seconds=seconds, restored_step=body.step
             )
-        case "failure":
-            silence = event.seconds("seconds_since_heartbeat")
+        case kinds.Failure():
+            silence = body.seconds_since_heartbeat
             if silence is not None:
                 silence = max(silence, generation.undetected_seconds or 0.0)
                 generation = attrs.evolve(generation, undetected_seconds=silence)
             return attrs.evolve(_mark_disrupted(generation, at), has_failed=True)
-        case "stopping" | "drain.requested" | "rendezvous.started":
-            notice = event.text("notice") if kind == "stopping" else kind == "drain.requested"
-            is_planned = generation.is_planned or bool(notice) or event.is_true("is_planned")
-            generation = attrs.evolve(_mark_disrupted(generation, at), is_planned=is_planned)
-            return _mark_ended(generation, at) if kind == "rendezvous.started" else generation
-        case "worker.exited":
+        case kinds.Stopping():
+            return _mark_disrupted(generation, at, is_planned=bool(body.notice))
+        case kinds.DrainRequested():
+            return _mark_disrupted(generation, at, is_planned=True)
+        case kinds.RendezvousStarted():
+            generation = _mark_disrupted(generation, at, is_planned=body.is_planned)
+            return _mark_ended(generation, at)
+        case kinds.WorkerExited():
             generation = attrs.evolve(generation, last_exit_at=at)
-            return generation if event.is_expected_exit else _mark_disrupted(generation, at)
-        case "stopped":
+            return generation if body.is_expected else _mark_disrupted(generation, at)
+        case kinds.Stopped():
             stopped_at = generation.stopped_at or at
             return attrs.evolve(generation, stopped_at=stopped_at, all_exited_at=at)
-        case "run.finished":
-            return _mark_ended(
-                generation, at if generation.last_exit_at is None else generation.last_exit_at
-            )
+        case kinds.RunFinished():
+            last = generation.last_exit_at
+            return _mark_ended(generation, at if last is None else last)
     return generation
 
 
-def _mark_disrupted(generation: NodeGeneration, at: float) -> NodeGeneration:
+def _mark_disrupted(
+    generation: NodeGeneration, at: float, *, is_planned: bool = False
+) -> NodeGeneration:
     """Record the time of the first sign that the generation ends; later ones are ignored."""
-    if generation.disrupted_at is not None:
-        return generation
-    return attrs.evolve(generation, disrupted_at=at)
+    first = at if generation.disrupted_at is None else generation.disrupted_at
+    planned = generation.is_planned or is_planned
+    return attrs.evolve(generation, disrupted_at=first, is_planned=planned)
 
 
 def _mark_ended(generation: NodeGeneration, at: float) -> NodeGeneration:
@@ -272,24 +269,23 @@ def _mark_ended(generation: NodeGeneration, at: float) -> NodeGeneration:
     return attrs.evolve(generation, stopped_at=generation.stopped_at or at, all_exited_at=exited_at)
 
 
-def _record_step(generation: NodeGeneration, event: Event) -> NodeGeneration:
-    """Record the first step of the generation, or the last step before this event."""
-    step = event.count("step")
+def _record_first_step(
+    generation: NodeGeneration, at: float, body: kinds.TrainingStarted
+) -> NodeGeneration:
+    if body.step is None:
+        return generation
+    duration = body.duration_seconds
+    done_at = at if duration is None else min(at, generation.started_at + duration)
+    generation = attrs.evolve(
+        generation, first_step_at=done_at, first_step=body.step, slow_imports=body.slow_imports
+    )
+    return _record_step(generation, body.step, done_at)
+
+
+def _record_step(generation: NodeGeneration, step: int | None, done_at: float) -> NodeGeneration:
+    """Record the last step that was completed before an event."""
     if step is None:
         return generation
-    at, started_at = event.monotonic, generation.started_at
-    if event.kind == "training.started":
-        duration = event.seconds("duration_seconds")
-        done_at = at if duration is None else min(at, started_at + duration)
-        generation = attrs.evolve(
-            generation,
-            first_step_at=done_at,
-            first_step=step,
-            slow_imports=event.seconds_by_name("slow_imports"),
-        )
-    else:
-        silence = event.seconds("seconds_since_heartbeat") or 0.0
-        done_at = max(started_at, at - silence)
     if generation.first_step_at is None:
         # The first step itself is not known; it follows the restored one.
         first = step
@@ -364,8 +360,9 @@ class NodeAggregate:
         self.node = ""
         self.started_at: float | None = None  # None before the first event
         self.last_event_at = 0.0
-        self.start_event = Event("run.started", "", "", 0, 0.0, 0.0)
-        self.end_event: Event | None = None
+        self.start = kinds.RunStarted()
+        self.end: kinds.RunFinished | None = None
+        self.ended_at = 0.0  # once there is an `end`
         self.status = NodeStatus("", "")
         self.generations: list[NodeGeneration] = []
         self.failures: Mapping[str, int] = {}  # by kind
@@ -400,29 +397,31 @@ class NodeAggregate:
         if not event.is_plausible:
             return
         self._track_clock(event)
-        if not self._keeps_samples or event.kind in _STATE_KINDS:
+        body = event.body
+        if not self._keeps_samples or not isinstance(body, _OF_WORKERS):
             self.status = apply_event(self.status, event)
-        match event.kind:
-            case "run.started":
-                self.start_event = event
-            case "generation.started" if event.generation:
-                self._start_generation(event)
-            case "run.finished":
-                self.end_event = event
-            case "events.dropped":
-                self.dropped_events += event.count("count") or 0
-            case "rendezvous.started":
+        match body:
+            case kinds.RunStarted():
+                self.start = body
+            case kinds.GenerationStarted():
+                if event.generation:
+                    self._start_generation(event, body)
+            case kinds.EventsDropped():
+                self.dropped_events += body.count or 0
+            case _:
+                self._update_generation(event)
+        match body:
+            case kinds.RunFinished():
+                self.end, self.ended_at = body, event.monotonic
+            case kinds.RendezvousStarted():
                 self._rendezvous_started_at = event.monotonic
-            case "failure":
-                kind = event.text("failure_kind") or "ordinary"
+            case kinds.Failure():
+                kind = body.failure_kind or "ordinary"
                 self.failures = {**self.failures, kind: self.failures.get(kind, 0) + 1}
-        step = event.count("step")
-        if event.kind in SAVE_KINDS and step is not None:
-            self.last_saves = {**self.last_saves, event.kind: (event.monotonic, step)}
-        if event.kind not in _KINDS_WITHOUT_GENERATION:
-            self._update_generation(event)
-        if event.kind == "progress" and step is not None:
-            self._add_progress(event, step)
+            case kinds.StateSaved() if body.step is not None:
+                self.last_saves = {**self.last_saves, event.kind: (event.monotonic, body.step)}
+        if isinstance(body, kinds.Progress) and body.step is not None:
+            self._add_progress(event, body, body.step)
         elif self._keeps_samples:
             self._add_to_timeline(event)
 
@@ -435,13 +434,13 @@ class NodeAggregate:
         self.last_event_at = max(self.last_event_at, at)
         self._clock_offsets.add(event.timestamp - at)
 
-    def _start_generation(self, event: Event) -> None:
+    def _start_generation(self, event: Event, body: kinds.GenerationStarted) -> None:
         if self.generations and self.generations[-1].stopped_at is None:
             # No event reports how the previous generation finished, but it must have.
             last = self.generations[-1]
-            end = attrs.evolve(event, kind="rendezvous.started", data={})
+            end = attrs.evolve(event, body=kinds.RendezvousStarted())
             self.generations[-1] = update_generation(last, end)
-        self.generations.append(new_generation(event, self._rendezvous_started_at))
+        self.generations.append(new_generation(event, body, self._rendezvous_started_at))
         self._rendezvous_started_at = None
 
     def _update_generation(self, event: Event) -> None:
@@ -451,22 +450,23 @@ class NodeAggregate:
                 self.generations[index] = update_generation(self.generations[index], event)
                 return
 
-    def _add_progress(self, event: Event, step: int) -> None:
+    def _add_progress(self, event: Event, body: kinds.Progress, step: int) -> None:
         self.last_progress = ProgressSample(
             event.monotonic,
             self.node,
             event.generation,
             step,
-            steps_per_second=event.seconds("steps_per_second"),
-            loss=event.value("loss"),
-            samples_per_second=event.seconds("samples_per_second"),
+            steps_per_second=body.steps_per_second,
+            loss=body.loss,
+            samples_per_second=body.samples_per_second,
         )
         self.progress.add(self.last_progress)
 
     def _add_to_timeline(self, event: Event) -> None:
         shown = event.on_timeline
         if shown is not None:
-            is_exit = event.kind == "worker.exited"
-            group = (event.count("local_rank") or 0) % MAX_WORKERS_APART if is_exit else 0
+            body, group = event.body, 0
+            if isinstance(body, kinds.WorkerExited):
+                group = (body.local_rank or 0) % MAX_WORKERS_APART
             limit = MAX_EVENTS_BY_KIND.get(event.kind, MAX_EVENTS)
             self._timeline.setdefault((event.kind, group), Downsampled(limit)).add(shown)

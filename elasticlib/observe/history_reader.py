@@ -19,6 +19,7 @@ import attrs
 from ..errors import ConfigError
 from .aggregate import SAVE_KINDS, NodeAggregate, finished_state
 from .event import Event, TimelineEvent
+from .event_kinds import RunStarted
 from .formatting import format_list
 from .history import (
     Generation,
@@ -94,7 +95,7 @@ def read_files(paths: Iterable[RunName]) -> History:
 
 def history_of(
     files: Mapping[str, Iterable[Event]],
-    is_known_dead: Callable[[str, Event], bool] = lambda _file, _start: False,
+    is_known_dead: Callable[[str, RunStarted], bool] = lambda _file, _start: False,
 ) -> History:
     """Return the history of a job from the events in several files.
 
@@ -107,7 +108,7 @@ def history_of(
     """
     found = [(file, agent) for file, events in files.items() for agent in _agents_in(events)]
     found = [(file, agent) for file, agent in found if agent.started_at is not None]
-    dead = [agent.end_event is None and is_known_dead(f, agent.start_event) for f, agent in found]
+    dead = [agent.end is None and is_known_dead(f, agent.start) for f, agent in found]
     return combine([agent for _, agent in found], dead)
 
 
@@ -150,7 +151,7 @@ def _agents_in(events: Iterable[Event]) -> list[NodeAggregate]:
     agents: list[NodeAggregate] = []
     last: dict[str, NodeAggregate] = {}
     for event in events:
-        if event.kind == "run.started" or event.node not in last:
+        if isinstance(event.body, RunStarted) or event.node not in last:
             last[event.node] = NodeAggregate(keeps_samples=True)
             agents.append(last[event.node])
         last[event.node].apply(event)
@@ -186,17 +187,15 @@ class _PlacedAgent:
 
     @property
     def participation(self) -> NodeParticipation:
-        end = self.aggregate.end_event
+        end = self.aggregate.end
         if end is None:
             return NodeParticipation(self.aggregate.status.state, not self.is_dead)
-        state = finished_state(end.text("state"))
-        return NodeParticipation(state, not self.is_dead, end.is_true("expelled"))
+        return NodeParticipation(finished_state(end.state), not self.is_dead, end.expelled)
 
     @property
     def root_cause(self) -> Mapping[str, Any] | None:
-        end = self.aggregate.end_event
-        cause = None if end is None else end.data.get("root_cause")
-        return cause if isinstance(cause, Mapping) else None
+        end = self.aggregate.end
+        return None if end is None else end.root_cause
 
     def generations(self) -> Iterator[tuple[int, NodeGeneration]]:
         for number, generation in zip(self.numbers, self.own_generations, strict=True):
@@ -217,22 +216,22 @@ class _PlacedAgent:
             yield attrs.evolve(sample, at=at, node=self.name, generation=number)
 
     def history(self, *, is_lost: bool) -> NodeHistory:
-        start, end, node_exit = self.aggregate.start_event, self.aggregate.end_event, None
+        start, end, node_exit = self.aggregate.start, self.aggregate.end, None
         if end is not None:
-            state, code = finished_state(end.text("state")), end.count("exit_code") or 0
-            node_exit = NodeExit(end.monotonic + self.offset, state, end.text("reason"), code)
+            at, state = self.aggregate.ended_at + self.offset, finished_state(end.state)
+            node_exit = NodeExit(at, state, end.reason, end.exit_code or 0)
         return NodeHistory(
             node=self.name,
-            host=start.text("host"),
+            host=start.host,
             started_at=self.started_at,
             last_event_at=self.last_event_at,
-            slots=start.count("slots") or 0,
+            slots=start.slots or 0,
             exit=node_exit,
-            pid=start.count("pid"),
-            log_dir=start.text("log_dir"),
-            command=start.text("command"),
-            settings=start.texts("settings"),
-            versions=start.texts("versions"),
+            pid=start.pid,
+            log_dir=start.log_dir,
+            command=start.command,
+            settings=start.settings,
+            versions=start.versions,
             dropped_events=self.aggregate.dropped_events,
             is_lost=is_lost,
             num_failures=sum(self.aggregate.failures.values()),
@@ -344,7 +343,7 @@ class _JobHistory:
 
     def _was_abandoned(self, agent: _PlacedAgent) -> bool:
         """Return True if an agent reported no end and others started a generation without it."""
-        if agent.aggregate.end_event is not None or not agent.numbers:
+        if agent.aggregate.end is not None or not agent.numbers:
             return False
         return any(
             number > agent.numbers[-1]

@@ -29,6 +29,7 @@ from ..sanitize import escape_to_one_line
 from ..stores.interface import Store
 from .aggregate import NodeStatus, WorkerStatus, finished_state
 from .event import Event
+from .event_kinds import RunFinished
 from .formatting import (
     LOST_SNAPSHOT_TEXT,
     TERMINATED_TEXT,
@@ -374,25 +375,26 @@ def result_of(run: str, last_events: Iterable[Event], now: float) -> JobStatus:
     newest = max(last_events, key=lambda event: event.timestamp)
     # A node that has left before, because it was drained for example, did not end the job.
     last_generation = max(event.generation for event in last_events)
-    last_events = [event for event in last_events if event.generation == last_generation]
+    last = (event.body for event in last_events if event.generation == last_generation)
+    ends = [body if isinstance(body, RunFinished) else None for body in last]
     parts = [
-        NodeParticipation(_end_state(event), is_alive=False, expelled=event.is_true("expelled"))
-        for event in last_events
+        NodeParticipation(
+            _end_state(end), is_alive=False, expelled=end is not None and end.expelled
+        )
+        for end in ends
     ]
     state = job_state(parts)
     age = round(max(0.0, now - newest.timestamp), 3)
     if state is None:
         reason = f"none of its agents is alive on this machine; the last event is {newest.kind}"
         return JobStatus(run, None, reason, is_recorded=True, state_seconds=age)
-    pairs = zip(last_events, parts, strict=True)
-    matching = [event for event, part in pairs if part.state is state]
-    end = min(matching, key=lambda event: event.is_true("expelled"))
-    return JobStatus(run, state, end.text("reason"), is_recorded=True, state_seconds=age)
+    matching = [end for end in ends if end is not None and _end_state(end) is state]
+    reason = min(matching, key=lambda end: end.expelled).reason
+    return JobStatus(run, state, reason, is_recorded=True, state_seconds=age)
 
 
-def _end_state(last: Event) -> JobState:
-    is_end = last.kind == "run.finished"
-    return finished_state(last.text("state")) if is_end else JobState.RUNNING
+def _end_state(end: RunFinished | None) -> JobState:
+    return JobState.RUNNING if end is None else finished_state(end.state)
 
 
 # -- health ----------------------------------------------------------------------------------------

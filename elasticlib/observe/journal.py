@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from operator import attrgetter
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import attrs
 
@@ -23,7 +23,8 @@ from ..errors import format_error
 from ..threads import BackgroundQueue
 from ..workers.interface import Heartbeat
 from .aggregate import NodeAggregate, NodeStatus, with_heartbeats
-from .event import MAX_EVENT_BYTES, Event, decode, encode
+from .event import Event, decode, encode
+from .event_kinds import MAX_EVENT_BYTES, EventBody, EventsDropped, RunFinished, RunStarted
 
 log = logging.getLogger("elasticlib.observe")
 
@@ -42,17 +43,13 @@ class Journal(abc.ABC):
     is_nonblocking = False  # True if `record` never waits for a disk or a network
 
     @abc.abstractmethod
-    def record(
-        self, kind: str, /, *, generation: int = 0, rank: int | None = None, **data: Any
-    ) -> None:
+    def record(self, body: EventBody, *, generation: int = 0, rank: int | None = None) -> None:
         """Record an event.
 
         Args:
-            kind: one of `elasticlib.observe.event.KINDS`, or a name of your own.
-            generation: number of the generation, 0 before the first.
-            rank: global rank, if the event is about one worker.
-            **data: data of the kind, by name. If a value has no JSON form, the event is not
-                recorded, and counts as dropped; the first time, the log says so.
+            body: What happened. Events of your own are an `Other`.
+            generation: The number of the generation, 0 before the first.
+            rank: The global rank, if the event is about one worker.
         """
 
 
@@ -189,14 +186,13 @@ class NodeJournal(Journal):
         """Call a function after each event, in the thread that records it. It must not block."""
         self._on_recorded = function
 
-    def record(
-        self, kind: str, /, *, generation: int = 0, rank: int | None = None, **data: Any
-    ) -> None:
+    def record(self, body: EventBody, *, generation: int = 0, rank: int | None = None) -> None:
+        """Record an event. One that is no valid event counts as dropped; the log says so once."""
         times = wall(), monotonic()
         try:
-            event = Event(kind, self._run, self._node, generation, *times, rank, data)
+            event = Event(body, self._run, self._node, generation, *times, rank)
         except Exception as error:
-            self._reject(kind, error)
+            self._reject(body, error)
             return
         self._aggregate_caller.call(partial(self.aggregate.apply, event), is_nonblocking=True)
         self._on_recorded()
@@ -209,12 +205,12 @@ class NodeJournal(Journal):
         if not self._file_queue.call(partial(self._write, event)):
             self._num_unqueued += 1
 
-    def _reject(self, kind: object, error: Exception) -> None:
+    def _reject(self, body: object, error: Exception) -> None:
         self._num_rejected += 1
         if self._num_rejected == 1:
+            kind = getattr(body, "kind", type(body).__name__)
             log.warning(
-                "an event %.60s is not recorded: %s; further events without a JSON form are only "
-                "counted",
+                "an event %.60s is not recorded: %s; further invalid events are only counted",
                 *(kind, error),
             )
 
@@ -256,8 +252,8 @@ class NodeJournal(Journal):
         """
         dropped = self.num_dropped
         if dropped > self._num_reported:
-            data = {"count": dropped - self._num_reported}
-            notice = attrs.evolve(template, kind="events.dropped", rank=None, data=data)
+            body = EventsDropped(count=dropped - self._num_reported)
+            notice = attrs.evolve(template, body=body, rank=None)
             line = encode(notice) + line
         if line and not append_line(self.path, line):
             return False
@@ -348,7 +344,7 @@ class EventStream:
     def __init__(self, paths: Iterable[str | os.PathLike[str]]) -> None:
         self._files: dict[str, EventFile] = {}  # by real path, because records link to files
         # The last `run.started` of each file, by path, until a `run.finished` follows it.
-        self._starts: dict[str, Event] = {}
+        self._starts: dict[str, RunStarted] = {}
         self.add(paths)
 
     @property
@@ -371,15 +367,15 @@ class EventStream:
         yield from heapq.merge(*new, key=attrgetter("timestamp"))
 
     @property
-    def unfinished(self) -> dict[str, Event]:
+    def unfinished(self) -> dict[str, RunStarted]:
         """The `run.started` of each file whose agent has not recorded its end, by path."""
         return dict(self._starts)
 
     def _read(self, file: EventFile) -> Iterator[Event]:
         for event in file.new_events():
-            if event.kind == "run.started":
-                self._starts[file.path] = event
-            elif event.kind == "run.finished":
+            if isinstance(event.body, RunStarted):
+                self._starts[file.path] = event.body
+            elif isinstance(event.body, RunFinished):
                 self._starts.pop(file.path, None)
             if event.is_plausible:
                 yield event

@@ -21,7 +21,8 @@ from ..rendezvous.store_layout import StoreKeys
 from ..stores.interface import Store
 from ..threads import BackgroundQueue
 from .aggregate import NodeStatus, WorkerStatus
-from .event import MAX_NUMBER, read_versioned_object, truncate
+from .event import read_versioned_object, truncate
+from .event_kinds import MAX_NUMBER
 from .history import JobState
 
 log = logging.getLogger("elasticlib.observe")

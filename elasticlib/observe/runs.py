@@ -24,7 +24,8 @@ import attrs
 from ..clock import wall
 from ..dir_lock import LOCK_FILE, DirLock, is_locked
 from ..errors import RunNotFoundError
-from .event import MAX_EVENT_BYTES, Event, decode
+from .event import Event, decode
+from .event_kinds import MAX_EVENT_BYTES, RunStarted
 from .formatting import format_list
 
 log = logging.getLogger("elasticlib.observe")
@@ -214,13 +215,13 @@ class AliveAgents:
         """Return True if the agent that writes this file holds the lock of its record."""
         return self._is_alive.get(os.path.realpath(events), False)
 
-    def is_known_dead(self, events: str | os.PathLike[str], start: Event) -> bool:
+    def is_known_dead(self, events: str | os.PathLike[str], start: RunStarted) -> bool:
         """Return True if the agent that wrote this `run.started` event is known to be gone."""
         alive = self._is_alive.get(os.path.realpath(events))
         if alive is not None:
             return not alive
-        pid = start.count("pid") or 0
-        is_local = start.text("host") == socket.gethostname() and pid > 0
+        pid = start.pid or 0
+        is_local = start.host == socket.gethostname() and pid > 0
         return is_local and not os.path.exists(f"/proc/{pid}")
 
 
@@ -298,8 +299,8 @@ def _read_record(events: Path) -> RunRecord | None:
     run, started_at = ("", modified_at) if first is None else (first.run, first.timestamp)
     finished_at = math.inf if is_alive(events.parent) else max(started_at, modified_at)
     endpoint = ""
-    if first is not None and first.kind == "run.started":
-        endpoint = first.texts("settings").get("rdzv_endpoint", "")
+    if first is not None and isinstance(first.body, RunStarted):
+        endpoint = first.body.settings.get("rdzv_endpoint", "")
     return RunRecord(events, run, started_at, finished_at, endpoint)
 
 

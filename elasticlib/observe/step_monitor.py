@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import attrs
 
 from ..workers.interface import NO_STEP, RESTORE_SOURCES, Heartbeat
+from . import event_kinds as kinds
 
 MAX_INTERVAL_S = 10.0  # between two progress events
 MIN_INTERVAL_S = 1.0  # between two progress events, and between readings before training starts
 
-Events = list[tuple[str, dict[str, Any]]]  # kind and data
+Events = list[kinds.EventBody]
 
 
 @attrs.frozen
@@ -107,17 +107,17 @@ class StepMonitor:
         restores = _num_restores(reading, of_all=not (trains or reading.is_final))
         if restores > monitor.restores:
             monitor = attrs.evolve(monitor, restores=restores)
-            events.append(("state.restored", _restore_facts(reading)))
+            events.append(_restored(reading))
         if trains and monitor.training_at is None:
             monitor = attrs.evolve(monitor, training_at=reading.at, reported_at=reading.at)
             if reading.first_step is not None:
                 step, at = reading.first_step
-                data: dict[str, Any] = {
-                    "step": step,
-                    "duration_seconds": round(at - reading.started_at, 6),
-                    "slow_imports": dict(reading.slow_imports),
-                }
-                events.append(("training.started", data))
+                started = kinds.TrainingStarted(
+                    step=step,
+                    duration_seconds=round(at - reading.started_at, 6),
+                    slow_imports=dict(reading.slow_imports),
+                )
+                events.append(started)
         return monitor, events
 
     def _progress_events(self, reading: HeartbeatReading) -> tuple[StepMonitor, Events]:
@@ -125,20 +125,19 @@ class StepMonitor:
         before = monitor.last_reading
         if reading.step != NO_STEP and (before is None or reading.step != before.step):
             monitor = attrs.evolve(monitor, last_reading=reading)
-            events.append(("progress", _progress_facts(before, reading)))
+            events.append(_progress(before, reading))
         # Each worker keeps its part of a sharded state, so a snapshot is complete once the last
         # worker has its part. A checkpoint is complete when any worker reports it.
         holders = [beat for beat in reading.beats.values() if beat.num_snapshots]
         snapshots = min((beat.num_snapshots for beat in holders), default=0)
         if snapshots > monitor.snapshots:
             step = min(beat.last_snapshot_step for beat in holders)
-            data = {"step": step, "count": snapshots - monitor.snapshots}
+            events.append(kinds.SnapshotTaken(step=step, count=snapshots - monitor.snapshots))
             monitor = attrs.evolve(monitor, snapshots=snapshots)
-            events.append(("snapshot.taken", data))
         saves = max((beat.num_saves for beat in reading.beats.values()), default=0)
         if saves > monitor.saves:
             step = max(beat.last_saved_step for beat in reading.beats.values())
-            events.append(("checkpoint.saved", {"step": step, "count": saves - monitor.saves}))
+            events.append(kinds.CheckpointSaved(step=step, count=saves - monitor.saves))
             monitor = attrs.evolve(monitor, saves=saves)
         return monitor, events
 
@@ -159,30 +158,30 @@ def _num_restores(reading: HeartbeatReading, *, of_all: bool) -> int:
     return 0 if of_all and len(known) < len(counts) else min(known, default=0)
 
 
-def _restore_facts(reading: HeartbeatReading) -> dict[str, Any]:
+def _restored(reading: HeartbeatReading) -> kinds.StateRestored:
     states = [beat.last_restore for beat in reading.beats.values() if beat.last_restore is not None]
     requested_at = max((state.started_at for state in states), default=reading.started_at)
     done_at = max((state.finished_at for state in states), default=reading.started_at)
-    return {
-        "step": min((state.step for state in states), default=NO_STEP),
-        "source": max((state.source for state in states), key=RESTORE_SOURCES.index, default=""),
-        "duration_seconds": round(max(0.0, done_at - requested_at), 6),
-        "delay_seconds": round(max(0.0, requested_at - reading.started_at), 6),
-    }
+    return kinds.StateRestored(
+        step=min((state.step for state in states), default=None),
+        source=max((state.source for state in states), key=RESTORE_SOURCES.index, default=""),
+        duration_seconds=round(max(0.0, done_at - requested_at), 6),
+        delay_seconds=round(max(0.0, requested_at - reading.started_at), 6),
+    )
 
 
-def _progress_facts(before: HeartbeatReading | None, now: HeartbeatReading) -> dict[str, Any]:
+def _progress(before: HeartbeatReading | None, now: HeartbeatReading) -> kinds.Progress:
     since = now.first_step if before is None else (before.step, before.reached_at)
     speed = None if since is None else _rate(now.step - since[0], now.reached_at - since[1])
     losses = {local: beat.loss for local, beat in now.beats.items() if beat.loss is not None}
     alive_at = min(beat.last_activity_at for beat in now.with_steps)
-    return {
-        "step": now.step,
-        "steps_per_second": speed,
-        "seconds_since_heartbeat": round(max(0.0, now.at - alive_at), 3),
-        "loss": losses[min(losses)] if losses else None,
-        "samples_per_second": _samples_per_second(before, now),
-    }
+    return kinds.Progress(
+        step=now.step,
+        steps_per_second=speed,
+        seconds_since_heartbeat=round(max(0.0, now.at - alive_at), 3),
+        loss=losses[min(losses)] if losses else None,
+        samples_per_second=_samples_per_second(before, now),
+    )
 
 
 def _samples_per_second(before: HeartbeatReading | None, now: HeartbeatReading) -> float | None:

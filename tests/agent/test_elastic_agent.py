@@ -31,6 +31,7 @@ from elasticlib.agent.options import AgentOptions, StopTimeouts
 from elasticlib.clock import monotonic
 from elasticlib.errors import ConfigError, ElasticError, RendezvousClosedError
 from elasticlib.observe.event import Event
+from elasticlib.observe.event_kinds import EventBody
 from elasticlib.observe.journal import EventListener, Journal, NodeJournal
 from elasticlib.rendezvous.interface import (
     Change,
@@ -138,11 +139,9 @@ class RaisingJournal(Journal):
     def __init__(self) -> None:
         self.kinds: list[str] = []
 
-    def record(
-        self, kind: str, *, generation: int = 0, rank: int | None = None, **facts: Any
-    ) -> None:
-        del generation, rank, facts
-        self.kinds.append(kind)
+    def record(self, body: EventBody, *, generation: int = 0, rank: int | None = None) -> None:
+        del generation, rank
+        self.kinds.append(body.kind)
         if len(self.kinds) == 2:
             raise ZeroDivisionError("error of the journal")
 
@@ -154,12 +153,10 @@ class RecordingJournal(RaisingJournal):
         super().__init__()
         self.facts: list[tuple[str, dict[str, Any]]] = []
 
-    def record(
-        self, kind: str, *, generation: int = 0, rank: int | None = None, **facts: Any
-    ) -> None:
+    def record(self, body: EventBody, *, generation: int = 0, rank: int | None = None) -> None:
         del generation, rank
-        self.kinds.append(kind)
-        self.facts.append((kind, facts))
+        self.kinds.append(body.kind)
+        self.facts.append((body.kind, dict(body.data)))
 
 
 class BlockingJournal(RecordingJournal):
@@ -169,11 +166,9 @@ class BlockingJournal(RecordingJournal):
         super().__init__()
         self.is_released = threading.Event()
 
-    def record(
-        self, kind: str, *, generation: int = 0, rank: int | None = None, **facts: Any
-    ) -> None:
+    def record(self, body: EventBody, *, generation: int = 0, rank: int | None = None) -> None:
         self.is_released.wait(60)
-        super().record(kind, generation=generation, rank=rank, **facts)
+        super().record(body, generation=generation, rank=rank)
 
 
 def test_a_journal_that_raises_is_logged_once_and_does_not_end_the_run(

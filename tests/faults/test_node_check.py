@@ -111,8 +111,8 @@ def test_a_node_that_fails_its_check_after_a_failure_leaves_and_no_restart_is_co
     assert [num_checks(folder, host) for host in hosts] == [1, 1, 2]
     finish(cluster, nodes["h1"], nodes["h2"])
     last = read_events(hosts[2])[-1]
-    assert (last.kind, last.count("exit_code")) == ("run.finished", UNFIT)
-    assert "GPU 3 has fallen off the bus" in last.text("reason")
+    assert (last.kind, last.data["exit_code"]) == ("run.finished", UNFIT)
+    assert "GPU 3 has fallen off the bus" in last.data["reason"]
     assert last.is_true("expelled")
 
 

@@ -68,7 +68,7 @@ def running_status(job: Job) -> dict[str, Any]:
 def control_events(job: Job, run: str) -> list[tuple[str, str]]:
     """Return the action and the operator of each request that an agent has recorded."""
     return [
-        (event.text("action"), event.text("by"))
+        (event.data["action"], event.data["by"])
         for events in job.events(run)
         for event in events
         if event.kind == "control.requested"
@@ -178,7 +178,7 @@ def test_all_workers_are_restarted_on_request_without_using_a_restart(job: Job) 
     assert [node.exit_code() for node in nodes.values()] == [0, 0], job.logs
     check_no_step_is_lost(job)
     for events in job.events("job7"):
-        triggers = [e.text("trigger") for e in events if e.kind == "generation.started"]
+        triggers = [e.data["trigger"] for e in events if e.kind == "generation.started"]
         assert triggers == ["start", "restart"]
     assert "Generation 2, on request" in read_report(job)
 

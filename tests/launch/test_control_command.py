@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from made_events import make_event
 
 from elasticlib.clock import wall
 from elasticlib.launch.cli import main
 from elasticlib.launch.control_command import operator
 from elasticlib.observe.control import ControlRequest, ControlResponder, NodeActivity
-from elasticlib.observe.event import Event, encode
+from elasticlib.observe.event import encode
 from elasticlib.rendezvous.membership import (
     Membership,
     NodeRecord,
@@ -143,7 +144,7 @@ def test_a_run_that_is_over_cannot_be_stopped(
         ("run.finished", {"state": "succeeded", "reason": "1 node done", "exit_code": 0}),
     )
     lines = [
-        encode(Event(kind, "job", "n1", 0, wall(), float(at), None, data))
+        encode(make_event(kind, "job", "n1", 0, wall(), float(at), None, data))
         for at, (kind, data) in enumerate(kinds)
     ]
     (tmp_path / "events.jsonl").write_bytes(b"".join(lines))

@@ -91,7 +91,7 @@ def test_event_is_a_value_with_documented_fields() -> None:
         0,
         None,
     )
-    assert (last.kind, last.text("state"), last.data["exit_code"]) == (
+    assert (last.kind, last.data["state"], last.data["exit_code"]) == (
         "run.finished",
         "succeeded",
         0,

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 from jobs import WITHOUT_TORCH, Job, Node
+from made_events import make_event
 
-from elasticlib.observe.event import KINDS, Event
+from elasticlib.observe.event_kinds import KINDS
 from elasticlib.observe.event_text import describe, format_event
 from elasticlib.testing.waiting import DEFAULT_TIMEOUT_S
 
@@ -125,13 +126,13 @@ def test_interrupt_ends_following_with_exit_code_0(job: Job) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_has_a_line_even_if_all_of_its_data_are_missing(kind: str) -> None:
-    event = Event(kind, "job", "node\n1", 1, 1e300, 0.0)
+    event = make_event(kind, "job", "node\n1", 1, 1e300, 0.0)
     assert "\n" not in format_event(event)
     assert kind in format_event(event)
 
 
 def test_a_kind_that_is_not_known_is_shown_with_its_data() -> None:
-    event = Event(
+    event = make_event(
         "node.throttled", "job", "n", 1, 0.0, 0.0, data={"reason": "GPU 3\nis hot", "n": 2}
     )
     assert describe(event) == "reason: GPU 3 is hot, n: 2"

@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 
 import pytest
+from made_events import make_event
 
 from elasticlib.launch.observability import MissingRestoreWarning
-from elasticlib.observe.event import Event
 from elasticlib.observe.step_monitor import StepMonitor
 from elasticlib.workers.interface import NO_STEP, Heartbeat
 
 
 def record(warning: MissingRestoreWarning, kind: str, generation: int, **facts: object) -> None:
-    warning.on_event(Event(kind, "run", "node", generation, 0.0, 0.0, None, facts))
+    warning.on_event(make_event(kind, "run", "node", generation, 0.0, 0.0, None, facts))
 
 
 def start_generation(warning: MissingRestoreWarning, generation: int, *started_in: int) -> None:

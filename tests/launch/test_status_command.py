@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_events import make_event
 
 from elasticlib.clock import wall
 from elasticlib.errors import StoreConnectionError
@@ -22,7 +23,7 @@ from elasticlib.launch.cli import main
 from elasticlib.launch.cli_output import CLEAR_SCREEN
 from elasticlib.launch.status_command import JobStatusReader, _watch
 from elasticlib.observe.aggregate import NodeStatus
-from elasticlib.observe.event import Event, encode
+from elasticlib.observe.event import encode
 from elasticlib.observe.formatting import NOT_JOINED_TEXT
 from elasticlib.observe.history import JobState
 from elasticlib.observe.job_status import (
@@ -62,7 +63,7 @@ def write_events(directory: Path, *more: tuple[str, dict[str, Any]], **settings:
         data = {name: value for name, value in facts.items() if name != "rank"}
         generation = int(at > 0)
         rank = facts.get("rank")
-        event = Event(kind, "job", "n1", generation, wall() - 60, float(at), rank, data)
+        event = make_event(kind, "job", "n1", generation, wall() - 60, float(at), rank, data)
         lines.append(encode(event))
     (directory / "events.jsonl").write_bytes(b"".join(lines) + b'{"version":2,"kin')
     return str(directory)
@@ -152,7 +153,7 @@ def test_run_whose_node_has_not_joined_yet_is_shown_as_starting(
     facts = {"host": "h", "pid": 1, "slots": 1, "settings": settings}
     with contextlib.closing(RunRegistration("job")) as record:
         record.events.write_bytes(
-            encode(Event("run.started", "job", "n", 0, wall(), 1.0, None, facts))
+            encode(make_event("run.started", "job", "n", 0, wall(), 1.0, None, facts))
         )
         assert main(["status"]) == 3
         output = capsys.readouterr()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from made_events import make_event
+
 from elasticlib.observe.event import Event
 
 WALL = 1_700_000_000.0
@@ -38,7 +40,7 @@ class Agent:
         """Record an event of any kind."""
         monotonic = at - self._booted_at
         wall = WALL + at + self._clock_error
-        event = Event(kind, "job", self.node, self.generation, wall, monotonic, rank, data)
+        event = make_event(kind, "job", self.node, self.generation, wall, monotonic, rank, data)
         self.events.append(event)
         return self
 

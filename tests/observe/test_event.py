@@ -8,32 +8,36 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from made_events import make_event
 
 from elasticlib.observe.event import (
     COMMON_KEYS,
-    KINDS,
-    MAX_DEPTH,
-    MAX_EVENT_BYTES,
-    MAX_INTEGER_BITS,
     Event,
     decode,
     encode,
 )
+from elasticlib.observe.event_kinds import (
+    KINDS,
+    MAX_DEPTH,
+    MAX_EVENT_BYTES,
+    MAX_INTEGER_BITS,
+    body_of,
+)
 
 times = st.floats(-1e9, 1e9).map(lambda x: round(x, 6))
 scalars = st.none() | st.booleans() | st.integers() | st.text(max_size=20)
-names = st.text(min_size=1, max_size=9) | st.sampled_from(sorted(COMMON_KEYS))
+values = sorted({name for cls in KINDS.values() for name in cls().data})
+names = st.text(min_size=1, max_size=9) | st.sampled_from([*COMMON_KEYS, *values])
 event_data = st.dictionaries(names, scalars | st.lists(scalars, max_size=3), max_size=4)
 events = st.builds(
     Event,
-    kind=st.sampled_from(sorted(KINDS)),
+    body=st.builds(body_of, st.sampled_from([*KINDS, "my.kind"]), event_data),
     run=st.text(max_size=9),
     node=st.text(max_size=9),
     generation=st.integers(0, 10**9),
     timestamp=times,
     monotonic=times,
     rank=st.none() | st.integers(0, 10**6),
-    data=event_data,
 )
 
 
@@ -55,14 +59,16 @@ def test_decoding_returns_the_encoded_event(event: Event) -> None:
 )
 def test_long_data_is_truncated_to_the_maximum_length_of_a_line(value: Any) -> None:
     for data in ({"reason": value}, {f"{number}": value for number in range(3)}):
-        line = encode(Event("\N{GRINNING FACE}" * 1024, "j" * 1024, "n", 1, 0.0, 0.0, None, data))
+        line = encode(
+            make_event("\N{GRINNING FACE}" * 1024, "j" * 1024, "n", 1, 0.0, 0.0, None, data)
+        )
         assert len(line) <= MAX_EVENT_BYTES
         assert len(decode(line).kind) == 1024
 
 
 def test_event_with_many_values_is_truncated_to_the_maximum_length_of_a_line() -> None:
     data = dict.fromkeys(map(str, range(10**5)), 2**1000)
-    line = encode(Event("my.kind", "j", "n", 1, 0.0, 0.0, None, data))
+    line = encode(make_event("my.kind", "j", "n", 1, 0.0, 0.0, None, data))
     assert len(line) <= MAX_EVENT_BYTES
     assert decode(line).data["0"] == 2**1000
 
@@ -71,17 +77,17 @@ def test_lists_that_share_items_are_cut_before_they_are_expanded() -> None:
     value: list[Any] = [1]
     for _ in range(MAX_DEPTH - 1):
         value = [value] * 999
-    assert len(encode(Event("my.kind", "j", "n", 1, 0.0, 0.0, None, {"a": value}))) < 10**5
+    assert len(encode(make_event("my.kind", "j", "n", 1, 0.0, 0.0, None, {"a": value}))) < 10**5
 
 
 def test_value_without_a_json_type_is_encoded_as_text() -> None:
-    event = decode(encode(Event("failure", "j", "n", 1, 0.0, 0.0, None, {"reason": {1, 2}})))
-    assert event.data["reason"] == "{1, 2}"
+    event = decode(encode(make_event("my.kind", "j", "n", 1, 0.0, 0.0, None, {"my": {1, 2}})))
+    assert event.data["my"] == "{1, 2}"
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf"), -float("inf")])
 def test_number_that_is_not_finite_is_encoded_as_text(loss: float) -> None:
-    line = encode(Event("progress", "j", "n", 1, 0.0, 0.0, None, {"loss": loss}))
+    line = encode(make_event("progress", "j", "n", 1, 0.0, 0.0, None, {"loss": loss}))
 
     def refuse(name: str) -> None:
         raise AssertionError(name)
@@ -99,10 +105,6 @@ def test_number_that_is_not_finite_is_encoded_as_text(loss: float) -> None:
         ({"monotonic": None}, "monotonic of an event must be a float"),
         ({"data": [1]}, "data of an event must be an object, got \\[1\\]"),
         (
-            {"data": {"a": [[[[[[[[[1]]]]]]]]]}},
-            "its value 'a' has no JSON form: ValueError: lists and",
-        ),
-        (
             {"timestamp": 10**400},
             "timestamp of an event must be a float, got a number of 1329 bits",
         ),
@@ -111,7 +113,7 @@ def test_number_that_is_not_finite_is_encoded_as_text(loss: float) -> None:
 def test_event_with_an_invalid_field_is_rejected_by_name(
     change: dict[str, Any], message: str
 ) -> None:
-    line = json.loads(encode(Event("failure", "j", "n", 1, 0.0, 0.0)))
+    line = json.loads(encode(make_event("failure", "j", "n", 1, 0.0, 0.0)))
     with pytest.raises(ValueError, match=message):
         decode(json.dumps({**line, **change}))
 

@@ -12,7 +12,8 @@ from recorded_runs import Agent
 import elasticlib
 from elasticlib.errors import ConfigError, RunNotFoundError
 from elasticlib.observe import journal
-from elasticlib.observe.event import MAX_EVENT_BYTES, encode
+from elasticlib.observe.event import encode
+from elasticlib.observe.event_kinds import MAX_EVENT_BYTES
 from elasticlib.observe.history_reader import read_files, read_history
 from elasticlib.observe.journal import EventFile
 

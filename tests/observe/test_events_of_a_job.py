@@ -12,7 +12,8 @@ import pytest
 from jobs import PROGRAMS, WITHOUT_TORCH, Job, leftover_files
 
 from elasticlib.observe.aggregate import NodeStatus, apply_event
-from elasticlib.observe.event import KINDS, Event, decode
+from elasticlib.observe.event import Event, decode
+from elasticlib.observe.event_kinds import KINDS
 from elasticlib.observe.history import JobState
 from elasticlib.observe.history_reader import read_history
 from elasticlib.observe.report import Report, build_report

@@ -9,6 +9,7 @@ import pytest
 from recorded_runs import WALL, Agent, event_files
 
 from elasticlib.observe.event import decode, encode
+from elasticlib.observe.event_kinds import body_of
 from elasticlib.observe.history import GenerationTrigger, History, JobState
 from elasticlib.observe.history_reader import history_of
 from elasticlib.observe.report import Report
@@ -228,7 +229,10 @@ def test_incarnation_distinguishes_generations_with_the_same_number() -> None:
     one = Agent("n1").launch(0.0).join(1.0, 1, nodes=2).train(2.0, 1).succeed(101.0)
     two = Agent("n2", clock_error=7200.0).launch(0.0).join(1.0, 1, rank=1, nodes=2).succeed(101.0)
     assert len(history_of(event_files(one, two)).generations) == 1
-    other = [attrs.evolve(e, data={**e.data, "incarnation": "other"}) for e in two.events]
+    other = [
+        attrs.evolve(e, body=body_of(e.kind, {**e.data, "incarnation": "other"}))
+        for e in two.events
+    ]
     assert len(history_of({"1": one.events, "2": other}).generations) == 2
 
 

@@ -6,6 +6,7 @@ import json
 
 import attrs
 import pytest
+from made_events import make_event
 
 from elasticlib.observe.aggregate import NodeStatus, WorkerStatus
 from elasticlib.observe.event import Event
@@ -375,9 +376,9 @@ def last_event(
 ) -> Event:
     """Return the last event of an agent: its end, or a step if no state is given."""
     if not state:
-        return Event("progress", "job", "n", generation, wall, 1.0, None, {"step": 7})
+        return make_event("progress", "job", "n", generation, wall, 1.0, None, {"step": 7})
     data = {"state": state, "reason": reason, "exit_code": 1, "expelled": expelled}
-    return Event("run.finished", "job", "n", generation, wall, 1.0, None, data)
+    return make_event("run.finished", "job", "n", generation, wall, 1.0, None, data)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import threading
 from collections import UserDict
@@ -12,10 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_events import make_event
 
 from elasticlib.clock import monotonic
 from elasticlib.launch.observability import EventHook
 from elasticlib.observe.event import Event, decode
+from elasticlib.observe.event_kinds import (
+    EventsDropped,
+    Failure,
+    GenerationStarted,
+    Other,
+    RunStarted,
+    WorkerStarted,
+)
 from elasticlib.observe.journal import (
     CLOSE_TIMEOUT_S,
     EventListener,
@@ -35,7 +45,8 @@ def test_events_are_written_in_the_order_in_which_they_were_recorded(tmp_path: P
     journal = NodeJournal("job", "node", path)
     assert not path.exists()
     for number in range(50):
-        journal.record("worker.started", generation=2, rank=number, local_rank=number, name="pid 1")
+        body = WorkerStarted(local_rank=number, name="pid 1")
+        journal.record(body, generation=2, rank=number)
     journal.close()
     events = read(path)
     assert [event.rank for event in events] == list(range(50))
@@ -48,7 +59,7 @@ def test_lines_of_two_journals_in_one_file_are_not_interleaved(tmp_path: Path) -
     journals = [NodeJournal("job", f"node{n}", path) for n in range(2)]
     for _ in range(200):
         for journal in journals:
-            journal.record("failure", reason="x" * 300)
+            journal.record(Failure(reason="x" * 300))
     for journal in journals:
         journal.close()
     assert len(read(path)) == 400
@@ -66,7 +77,7 @@ def test_events_of_a_full_or_blocked_disk_are_dropped_without_delay_and_counted(
     journal = NodeJournal("job", "node", path, max_pending=8)
     start = monotonic()
     for _ in range(1000):
-        journal.record("failure", reason="x")
+        journal.record(Failure(reason="x"))
     journal.close()
     assert monotonic() - start < CLOSE_TIMEOUT_S + 5
     message = (
@@ -94,7 +105,7 @@ def test_events_that_a_slow_listener_misses_are_counted_in_the_log(
 
     listener = Slow()
     caller = SafeCaller(listener, max_pending=8)
-    event = Event("failure", "job", "node", 1, 0.0, 0.0)
+    event = make_event("failure", "job", "node", 1, 0.0, 0.0)
     caller.call(partial(listener.on_event, event), is_nonblocking=False)
     assert entered.wait(60)
     for _ in range(20):
@@ -112,9 +123,9 @@ def test_dropped_events_are_counted_in_the_file_once_writing_succeeds(
     path = tmp_path / "missing" / "events.jsonl"
     journal = NodeJournal("job", "node", path, max_pending=8, retry_interval=0.05)
     for number in range(100):
-        journal.record("failure", reason=str(number))
+        journal.record(Failure(reason=str(number)))
     path.parent.mkdir()
-    journal.record("failure", reason="the last")
+    journal.record(Failure(reason="the last"))
     wait_until("two lines", lambda: path.exists() and len(read(path)) >= 2)
     journal.close()
     events = read(path)
@@ -155,26 +166,40 @@ def raises_an_unprintable_error() -> Mapping[str, object]:
     ],
     ids=["cycle", "value", "name", "number", "error", "long-number"],
 )
-def test_event_that_has_no_json_form_costs_only_itself_and_one_log_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, value: object
+def test_a_value_that_has_no_json_form_is_recorded_by_the_name_of_its_type(
+    tmp_path: Path, value: object
 ) -> None:
     path = tmp_path / "events.jsonl"
     heard: list[str] = []
     journal = NodeJournal(
         "job", "node", path, listeners=[EventHook(lambda e: heard.append(e.kind))]
     )
-    journal.record("run.started", host="h", slots=2)
-    for _ in range(3):
-        journal.record("my.kind", value=value)
-    journal.record("generation.started", generation=1, world_size=2)
+    journal.record(RunStarted(host="h", slots=2))
+    journal.record(Other("my.kind", {"value": value, "x": 1}))
+    journal.record(GenerationStarted(world_size=2), generation=1)
     journal.close()
-    dropped = [event for event in read(path) if event.kind == "events.dropped"]
-    written = [event.kind for event in read(path) if event not in dropped]
-    assert written == heard == ["run.started", "generation.started"]
-    assert sum(event.data["count"] for event in dropped) == 3
+    events = read(path)
+    kinds = ["run.started", "my.kind", "generation.started"]
+    assert [event.kind for event in events] == heard == kinds
+    assert events[1].data["x"] == 1
+    assert re.search("<(list|Unprintable|dict|int|Odd)>", str(events[1].data["value"]))
     assert journal.status({}).world_size == 2
+    assert journal.num_dropped == 0
+
+
+def test_an_event_with_an_invalid_head_costs_only_itself_and_one_log_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "events.jsonl"
+    journal = NodeJournal("job", "node", path)
+    for _ in range(3):
+        journal.record(Other("k" * 2000))
+    journal.record(GenerationStarted(world_size=2), generation=1)
+    journal.close()
+    dropped, written = sorted(read(path), key=lambda event: event.kind)
+    assert (dropped.body, written.kind) == (EventsDropped(count=3), "generation.started")
     (line,) = (record.getMessage() for record in caplog.records)
-    assert "an event my.kind is not recorded: its value 'value' has no JSON form" in line
+    assert "is not recorded: kind of an event must have at most 1024 characters" in line
     assert journal.num_dropped == 3
 
 
@@ -185,7 +210,8 @@ def test_data_of_an_event_cannot_overwrite_its_head_or_change_after_it_was_recor
     journal = NodeJournal("job", "node", path)
     growing = [1]
     head = {"run": "other", "node": "n", "timestamp": 1.0, "monotonic": 2.0, "version": 9}
-    journal.record("my.kind", generation=3, rank=4, kind="other", data=growing, **head)
+    body = Other("my.kind", {"kind": "other", "data": growing, **head})
+    journal.record(body, generation=3, rank=4)
     growing.append(2)
     journal.close()
     (event,) = read(path)

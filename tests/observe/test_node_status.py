@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from made_events import make_event
+
 from elasticlib.observe.aggregate import NodeStatus, apply_event, with_heartbeats
-from elasticlib.observe.event import Event
 from elasticlib.observe.history import JobState
 from elasticlib.workers.interface import Heartbeat
 
@@ -17,7 +18,7 @@ def apply_events(*events: tuple[str, dict[str, Any]]) -> list[NodeStatus]:
         data = dict(values)
         rank = data.pop("rank", None)
         generation = data.pop("generation", status.generation)
-        event = Event(kind, "job", "n1", generation, 1e9 + at, float(at), rank, data)
+        event = make_event(kind, "job", "n1", generation, 1e9 + at, float(at), rank, data)
         status = apply_event(status, event)
         statuses.append(status)
     return statuses

@@ -7,9 +7,11 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
+from made_events import make_event
 from recorded_runs import Agent
 
-from elasticlib.observe.event import KINDS, Event, decode, encode
+from elasticlib.observe.event import Event, decode, encode
+from elasticlib.observe.event_kinds import KINDS
 from elasticlib.observe.history import GenerationTrigger, History
 from elasticlib.observe.history_reader import history_of
 
@@ -44,12 +46,12 @@ def random_events(random: Random) -> list[Event]:
     events = []
     for _ in range(random.randint(0, 40)):
         kind = random.choice(sorted(KINDS))
-        names = [*KINDS[kind], "seconds_since_heartbeat", "is_planned", "lease_ttl_seconds"]
+        names = [*KINDS[kind]().data, "seconds_since_heartbeat", "is_planned", "lease_ttl_seconds"]
         data = {name: random_value(name, random) for name in names if random.random() < 0.8}
         node, generation = random.choice(("n1", "n2", "n3")), random.randint(0, 4)
         times = random.uniform(0, 1e4), random.choice((0.0, random.uniform(0, 1e3)))
         rank = random.choice((None, 1))
-        events.append(Event(kind, "job", node, generation, *times, rank, data))
+        events.append(make_event(kind, "job", node, generation, *times, rank, data))
     return events
 
 

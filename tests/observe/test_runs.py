@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 from jobs import remove_own_records
+from made_events import make_event
 
 from elasticlib.clock import wall
 from elasticlib.dir_lock import LOCK_FILE
 from elasticlib.errors import RunNotFoundError
-from elasticlib.observe.event import Event, encode
+from elasticlib.observe.event import encode
+from elasticlib.observe.event_kinds import RunStarted
 from elasticlib.observe.journal import NodeJournal
 from elasticlib.observe.runs import (
     EVENTS_FILE,
@@ -42,7 +44,7 @@ def record_finished_run(
     record = RunRegistration(run, directory=directory)
     record.close()
     data = {"settings": {"rdzv_endpoint": endpoint}} if endpoint else {}
-    event = Event("run.started", run, "n", 0, started_at, started_at, data=data)
+    event = make_event("run.started", run, "n", 0, started_at, started_at, data=data)
     record.events.write_bytes(encode(event))
     os.utime(record.events, (finished_at, finished_at))
     os.utime(record.path / LOCK_FILE, (started_at, started_at))
@@ -89,7 +91,7 @@ def test_directory_of_another_user_is_neither_written_nor_read(tmp_path: Path, k
 def test_record_is_found_by_any_run_id(tmp_path: Path, run: str) -> None:
     record = RunRegistration(run, directory=tmp_path)
     journal = NodeJournal(run, "n", record.events)
-    journal.record("run.started")
+    journal.record(RunStarted())
     journal.close()
     record.close()
     assert record.path.parent == tmp_path
@@ -139,7 +141,7 @@ def test_cleanup_removes_old_finished_runs_and_no_running_ones(
 
 def test_cleanup_does_not_remove_the_files_that_a_record_links_to(tmp_path: Path) -> None:
     (logs := tmp_path / "logs").mkdir()
-    (logs / EVENTS_FILE).write_bytes(encode(Event("run.started", "job", "n", 0, 1.0, 1.0)))
+    (logs / EVENTS_FILE).write_bytes(encode(make_event("run.started", "job", "n", 0, 1.0, 1.0)))
     record = RunRegistration("job", logs / EVENTS_FILE, directory=tmp_path / "runs")
     assert find_runs("job", directory=tmp_path / "runs") == [record.path / EVENTS_FILE]
     record.close()
@@ -256,7 +258,7 @@ def test_jobs_without_an_id_are_distinguished_by_their_endpoints(
 
 def test_running_record_belongs_to_the_newest_launch(tmp_path: Path) -> None:
     record = RunRegistration("job", directory=tmp_path)
-    record.events.write_bytes(encode(Event("run.started", "job", "n", 0, 100.0, 1.0)))
+    record.events.write_bytes(encode(make_event("run.started", "job", "n", 0, 100.0, 1.0)))
     os.utime(record.events, (100.0, 100.0))
     later = record_finished_run(tmp_path, "job", 5000.0, 6000.0)
     assert names(find_runs("job", directory=tmp_path)) == [record.path.name, later.name]
@@ -269,7 +271,7 @@ def test_running_job_takes_precedence_over_a_newer_finished_one(
 ) -> None:
     running = RunRegistration("none", directory=tmp_path)
     data = {"settings": {"rdzv_endpoint": "a:1"}}
-    event = Event("run.started", "none", "n", 0, 100.0, 1.0, data=data)
+    event = make_event("run.started", "none", "n", 0, 100.0, 1.0, data=data)
     running.events.write_bytes(encode(event))
     finished = [
         record_finished_run(tmp_path, run, 500.0, 600.0, "a:2") for run in ("none", "other")
@@ -289,7 +291,7 @@ def test_choice_among_several_running_jobs_is_logged_with_the_others(
     running = []
     for number, run in enumerate(("first", "none", "third")):
         running.append(RunRegistration(run, directory=tmp_path))
-        event = Event("run.started", run, "n", 0, 100.0 + number, 1.0)
+        event = make_event("run.started", run, "n", 0, 100.0 + number, 1.0)
         running[-1].events.write_bytes(encode(event))
     finished = record_finished_run(tmp_path, "finished", 500.0, 600.0)
     assert names(find_runs("", directory=tmp_path)) == [running[2].path.name]
@@ -313,7 +315,7 @@ def test_unknown_run_is_an_error_that_lists_the_known_runs(tmp_path: Path) -> No
     for number in range(12):
         record_finished_run(runs, f"job{number:02}", started_at=float(number))
     running = RunRegistration("now", directory=runs)
-    running.events.write_bytes(encode(Event("run.started", "now", "n", 0, 99.0, 1.0)))
+    running.events.write_bytes(encode(make_event("run.started", "now", "n", 0, 99.0, 1.0)))
     known = r"run 'x' on this machine \(recorded in .*: now \(running\), job11, .*3 more"
     with pytest.raises(RunNotFoundError, match=known):
         find_runs("x", directory=runs)
@@ -336,7 +338,7 @@ def test_invalid_event_files_have_no_run(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe" / EVENTS_FILE)
     (tmp_path / "noise" / EVENTS_FILE).write_bytes(b"\xff" * 10**6)
     (tmp_path / "deep" / EVENTS_FILE).write_bytes(b"[" * 9999)
-    huge = encode(Event("run.started", "job", "n", 0, 0.0, 0.0)).replace(b"0.0", b"1" * 400)
+    huge = encode(make_event("run.started", "job", "n", 0, 0.0, 0.0)).replace(b"0.0", b"1" * 400)
     (tmp_path / "huge" / EVENTS_FILE).write_bytes(huge)
     runs = {known.events.parent.name: known.run for known in known_runs(directory=tmp_path)}
     assert runs == {"noise": "", "deep": "", "huge": ""}
@@ -356,7 +358,7 @@ def test_directory_that_cannot_be_read_is_named(
 def test_run_whose_lock_file_was_removed_is_alive_and_keeps_its_events(tmp_path: Path) -> None:
     directory = tmp_path / "runs"
     record = RunRegistration("job", directory=directory)
-    record.events.write_bytes(encode(Event("run.started", "job", "n", 0, 1.0, 1.0)))
+    record.events.write_bytes(encode(make_event("run.started", "job", "n", 0, 1.0, 1.0)))
     (record.path / LOCK_FILE).unlink()
     for number in range(3):
         record_finished_run(directory, f"finished-{number}", started_at=float(number + 2))

@@ -10,10 +10,12 @@ import attrs
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from made_events import make_event
 from recorded_runs import Agent, event_files
 
 from elasticlib.observe.aggregate import NodeAggregate
-from elasticlib.observe.event import KINDS, Event, decode, encode
+from elasticlib.observe.event import decode, encode
+from elasticlib.observe.event_kinds import KINDS, body_of
 from elasticlib.observe.history import RecoveryCost
 from elasticlib.observe.history_reader import history_of
 from elasticlib.observe.job_status import document_of_node
@@ -41,7 +43,7 @@ def compute_totals(*events: TimedEvent) -> NodeTotals:
     aggregate, generation = NodeAggregate(), 0
     for at, kind, data in ((0.0, "run.started", {}), *events):
         generation += kind == "generation.started"
-        aggregate.apply(Event(kind, "job", "n1", generation, 1e9 + at, at, None, data))
+        aggregate.apply(make_event(kind, "job", "n1", generation, 1e9 + at, at, None, data))
     return totals_of(aggregate)
 
 
@@ -136,7 +138,7 @@ def test_no_event_decreases_a_counter_or_fails(
     formatter = MetricsFormatter(lambda: snapshot_of(aggregate))
     previous: dict[str, float] = {}
     for at, kind, data in events:
-        aggregate.apply(Event(kind, "job", "n1", 1, at, at, None, data))
+        aggregate.apply(make_event(kind, "job", "n1", 1, at, at, None, data))
         for name, value in parse_counters(formatter.text()).items():
             assert value >= previous.get(name, 0.0), name
             previous[name] = value
@@ -209,7 +211,7 @@ def lost_peer(survivor: Agent, random: Random) -> Agent:
     a random event. If no generation of the survivor follows a loss, the node records no generation.
     """
     starts = [n for n, event in enumerate(survivor.events) if event.kind == "generation.started"]
-    losses = [m for m, n in enumerate(starts) if survivor.events[n].text("trigger") == "loss"]
+    losses = [m for m, n in enumerate(starts) if survivor.events[n].data["trigger"] == "loss"]
     peer = Agent("n2").launch(0.0)
     if losses:
         following = random.choice(losses)
@@ -219,7 +221,7 @@ def lost_peer(survivor: Agent, random: Random) -> Agent:
         for event in survivor.events[2 : random.randint(first + 1, end)]:
             if event.kind not in ("failure", "worker.exited"):
                 data = {**event.data, "node_rank": 1}
-                peer.events.append(attrs.evolve(event, node="n2", data=data))
+                peer.events.append(attrs.evolve(event, node="n2", body=body_of(event.kind, data)))
     return peer
 
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from made_events import make_event
 
 from elasticlib.observe.event import Event
 from elasticlib.observe.runs import RunRegistration, runs_dir
@@ -181,7 +182,7 @@ def test_ranks_that_resume_from_different_steps_are_reported(history: TrainingHi
 
 
 def event(kind: str, at: float, number: int, node: str = "a") -> Event:
-    return Event(kind, "soak", node, number, 0.0, at)
+    return make_event(kind, "soak", node, number, 0.0, at)
 
 
 def one_rank(number: int, restored_at: float, *done: tuple[int, float]) -> Generation:
