@@ -78,9 +78,9 @@ def test_save_before_the_slowest_worker_has_its_first_step_is_no_restart(
         fast = beat(at=1.0, step=1, num_snapshots=1)
         slow = beat(at=now, step=slow_step, num_snapshots=0)
         monitor, events = monitor.read(now, {0: fast, 1: slow})
-        for kind, data in events:
-            record(warning, kind, 1, **data)
-            kinds.append(kind)
+        for body in events:
+            record(warning, body.kind, 1, **body.data)
+            kinds.append(body.kind)
     assert kinds.index("snapshot.taken") < kinds.index("training.started")
     assert "does the script call" not in caplog.text
     # The snapshot counts for the workers of the next generation.
