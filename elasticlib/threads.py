@@ -67,6 +67,10 @@ def only_logged(_message: str) -> None:
     """Do nothing: the error of a thread is in the log."""
 
 
+def do_nothing() -> None:
+    """Do nothing, where a function is needed."""
+
+
 def start_thread(thread: threading.Thread) -> None:
     """Start a thread.
 

@@ -77,6 +77,7 @@ log = logging.getLogger("elasticlib.rendezvous")
 
 SHARDS_PER_REFRESH = 16  # shards written between two refreshes of this node's leases
 KEYS_PER_REFRESH = 64  # keys deleted between two refreshes of this node's leases
+REFRESH_FRACTION = 0.1  # of the ttl: a lease that is younger is not refreshed again
 RECONNECT_TIME_S = 6.0  # time for a node to notice that the store is away, pause and reconnect
 STATUS_INTERVAL_S = 1.0  # minimum interval between two writes of the leader's status
 STATUS_DELAY_S = 2.0  # a node that waits for this time reads why
@@ -393,7 +394,7 @@ class RendezvousNode:
             self._read_status(now)
         for _ in range(DECISIONS_PER_TURN):
             self._write_details()
-            self.publish(now, progress_due)
+            self.publish(now, progress_due, may_decide=self._may_decide(now, listing))
             if now >= self._poll_at:
                 self._poll_at, listing = now + self._poll(now, listing), None
             self._advance(now)
@@ -404,6 +405,17 @@ class RendezvousNode:
         refreshed_at = now if self._published is None else self._refreshed_at
         refresh_at = refreshed_at + self.timeouts.keep_alive_interval
         return min(refresh_at, self._poll_at, status_at)
+
+    def _may_decide(self, now: float, listing: Listing | None) -> bool:
+        """Return whether this turn may decide on the job, or write it again.
+
+        The node then finds out first whether its lease is lost, because the store may be another
+        one. A node that has just been told what another node has decided takes part in that without
+        this round trip.
+        """
+        if listing is None or self.is_leader:
+            return now >= self._poll_at
+        return self.keys.leader not in (entry.key for entry in listing.entries)
 
     def _poll(self, now: float, listing: Listing | None) -> float:
         """Read, write reports and decide. Return the seconds until the next poll."""
@@ -554,13 +566,16 @@ class RendezvousNode:
 
     # -- publishing --------------------------------------------------------------------------------
 
-    def publish(self, now: float, progress_due: float = float("inf")) -> None:
+    def publish(
+        self, now: float, progress_due: float = float("inf"), *, may_decide: bool = True
+    ) -> None:
         """Refresh the leases and publish the record of the intent, or withdraw it.
 
         Args:
             now: the time.
             progress_due: when the agent's loop must have made progress. If it has not, the node
                 deletes its leases until the loop runs again.
+            may_decide: a decision may follow, so that a lease is refreshed before it is due.
         """
         loop_timeout = self.timeouts.loop_timeout
         if now - self._publish_called_at > loop_timeout * PAUSE_FRACTION:
@@ -585,12 +600,13 @@ class RendezvousNode:
         if record is None:
             self.delete_leases()
         else:
-            self._publish_record(record, now)
+            early_s = self._ttl * REFRESH_FRACTION if may_decide else float("inf")
+            self._publish_record(record, now, min(early_s, self.timeouts.keep_alive_interval))
         self.last_refresh_at = now
 
-    def _publish_record(self, record: NodeRecord, now: float) -> None:
+    def _publish_record(self, record: NodeRecord, now: float, min_lease_age: float) -> None:
         key = self.keys.node(self._id)
-        if now >= self._refreshed_at + self.timeouts.keep_alive_interval:
+        if now >= self._refreshed_at + min_lease_age:
             if self._published is not None and not self._job.refresh(key):
                 # The store was away, or is another one and may have lost all that was written.
                 self._published, self._finished_written = None, ""
@@ -670,7 +686,7 @@ class RendezvousNode:
         )
         if not is_same:
             self._phase_since = now
-            # What this node waited for has come, and the status may be older than that.
+            # The status in the store may be older than this change.
             self.next_status_read_at = max(self.next_status_read_at, now + STATUS_DELAY_S)
         if before is not None and is_same and not self._has_damaged_shard:
             snapshot.assignment = before.assignment

@@ -433,7 +433,7 @@ def _refuse_or_delay_restart(
     if membership.restarts >= membership.settings.max_restarts:
         return _evict_or_end_job(view, membership, candidates)
     count, verdict = membership.quick_failure_count, membership.verdict
-    # A worker that was killed from outside tells nothing about the next one.
+    # A kill from outside does not make it more likely that the next worker fails.
     is_killed = verdict is not None and verdict.kind is FailureKind.KILLED
     is_delayed = count > MAX_UNDELAYED_RESTARTS and not is_killed
     if is_delayed and view.phase_age_s < RESTART_DELAY_S:

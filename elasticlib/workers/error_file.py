@@ -101,12 +101,11 @@ class FailureRecorder:
         self._written = b""  # the last record of this writer
         self._recorded: BaseException | None = None  # the exception that ends the process
         self._thread_traces = ""  # tracebacks of failed threads
-        self._thread_hook = threading.excepthook  # the hook that was installed before
+        self._thread_hook = threading.excepthook  # the hook before `install`
 
     def install(self) -> None:
         """Record the exceptions of threads from now on."""
         if self._file:
-            self._thread_hook = threading.excepthook
             threading.excepthook = self._on_thread_exception
 
     def record(self, error: BaseException) -> None:

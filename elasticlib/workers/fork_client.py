@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from ..clock import monotonic
+from ..threads import do_nothing
 from . import fork_server as protocol
 from .cleanup import signal_group
 from .fork_server import DEFERRED_IMPORTS, Connection, Message
@@ -58,7 +59,7 @@ class ForkServer:
     def __init__(self, connection: Connection, slot: int) -> None:
         self.connection, self.slot = connection, slot
         self.session = 0  # that the process leads, if it is a child of this process
-        self.release: Release = _nothing
+        self.release: Release = do_nothing
         self.pid = 0  # of the process; 0 before it is ready
         self.problem: str | None = None  # why it cannot be used; empty once it is ready
         self.is_lost = False  # the process has exited
@@ -385,10 +386,6 @@ class ForkServers:
             # The kernel kills the children together with their fork server.
             child.on_exited(-signal.SIGKILL, server.end)
         self._remove(server)
-
-
-def _nothing() -> None:
-    """Do nothing."""
 
 
 def _warn_of_second_server(problem: str) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ..clock import monotonic
 from ..errors import ConfigError, WorkerStartError
-from ..threads import daemon_thread, start_thread
+from ..threads import daemon_thread, do_nothing, start_thread
 from . import stack_dump
 from .cleanup import process_name, session_processes
 from .exits import WorkerExit
@@ -127,7 +127,7 @@ class LocalWorkers(Workers):
         self._server_job: Job | None = None  # of the fork server for the next workers
         self._on_ready: Callable[[str], None] | None = None  # until it is called
         self._ready_by = NEVER
-        self._on_change: Callable[[], None] = _nothing
+        self._on_change: Callable[[], None] = do_nothing
         self._has_called_should_stop = False  # a worker that has exited or regrouped did
         self._notice_deadline = NEVER  # of the last notice
         self._calls_at = NEVER  # when the calls of notified workers are looked at
@@ -221,7 +221,7 @@ class LocalWorkers(Workers):
         self._on_change = on_change
         try:
             self.start_fork_server(spec)
-            self.snapshot_dir.start_cleaning(lambda: self._keeper.post(_nothing))
+            self.snapshot_dir.start_cleaning(lambda: self._keeper.post(do_nothing))
         except ConfigError as error:
             return on_ready(str(error))
         except (OSError, WorkerStartError):
@@ -438,7 +438,7 @@ class LocalWorkers(Workers):
             self._on_finished.append(on_done)
             is_running = self._keeper.thread.has_started and not (self._failure or self._is_closed)
         if is_running:
-            self._keeper.post(_nothing)  # wakes the thread
+            self._keeper.post(do_nothing)  # wakes the thread
         else:
             self._report_finished()
 
@@ -528,10 +528,6 @@ class LocalWorkers(Workers):
         """Wait until a condition holds after a turn of the thread; return whether it holds."""
         with self._changed:
             return self._changed.wait_for(lambda: condition() or bool(self._failure), timeout)
-
-
-def _nothing() -> None:
-    """Do nothing."""
 
 
 def _module_search_dir(entrypoint: Entrypoint) -> str:

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 
 from ..clock import monotonic
-from ..threads import daemon_thread, start_thread
+from ..threads import daemon_thread, do_nothing, start_thread
 
 CHUNK_BYTES = 4096
 PAUSE_S = 1.0  # a thread that wakes so much too late was paused, with its process or machine
@@ -115,7 +115,7 @@ class LoopThread:
                 late_s = late_s if late_s > PAUSE_S else 0.0
                 for key, _ in events:
                     # A call before this one may have called `unwatch`.
-                    self._readers.get(key.fd, _nothing)()
+                    self._readers.get(key.fd, do_nothing)()
                 while self._calls:
                     self._calls.popleft()()
         finally:
@@ -124,7 +124,3 @@ class LoopThread:
                 os.close(wake_fd)
                 os.close(self._wake_fd)
                 self._wake_fd = -1
-
-
-def _nothing() -> None:
-    """Do nothing."""
