@@ -26,7 +26,7 @@ from jobs import (
     is_alive,
 )
 
-from elasticlib.observe.control import ControlAction, ControlKeys, ControlRequest, encode_request
+from elasticlib.observe.requests import Request, RequestKeys, RequestKind, Seal, encode_request
 from elasticlib.stores.file_store import FileStore
 from elasticlib.testing.waiting import wait_until
 
@@ -263,9 +263,9 @@ def test_a_request_that_an_earlier_run_left_in_the_store_has_no_effect(job: Job)
     directory = job.folder / "store"
     flags = ("--rdzv-backend", "file", "--rdzv-endpoint", str(directory), "--rdzv-id", "job7")
     with FileStore(directory) as store:
-        key = f"{ControlKeys('job7').requests}left"
-        request = ControlRequest("left", ControlAction.STOP, "ann@login", "earlier", 1, 3600.0)
-        store.set(key, encode_request(request))
+        request = Request("0" * 16, RequestKind.STOP, "", "job7", "earlier", 1, "ann@login", 3600.0)
+        key = RequestKeys("job7").request(request.id)
+        store.set(key, Seal(None, "job7").sign(key, encode_request(request)))
         nodes = start_nodes(job, "a", "--nnodes", "1", *flags)
         reports = job.wait_for_world(1)
         wait_for_steps(job)
