@@ -118,6 +118,13 @@ class NodeEntry:
     workers: tuple[WorkerStatus, ...] | None = None  # None if the details were not read
     is_final: bool = False  # the summary is known not to be renewed any more
 
+    def value(self, name: str) -> Any:
+        """Return a field of the summary, as of now if it is a duration; None if not known."""
+        value = None if self.summary is None else getattr(self.summary, name)
+        if value is None or name not in _DURATIONS or self.age_s is None:
+            return value
+        return round(value + self.age_s, 3)
+
     @property
     def reporting(self) -> bool:
         """True if the store has a status of the node. It expires a minute after the last write."""
@@ -209,9 +216,12 @@ class JobStatus:
         return _known_values(self.nodes, name)
 
 
+_DURATIONS = ("state_s", "uptime_s", "silence_s")  # go on after a summary was written
+
+
 def _known_values(nodes: Iterable[NodeEntry], name: str) -> list[Any]:
     """Return the known values of a field of the nodes' summaries."""
-    values = (getattr(node.summary, name) for node in nodes if node.summary is not None)
+    values = (node.value(name) for node in nodes)
     return [value for value in values if value is not None]
 
 
@@ -225,7 +235,7 @@ def status_of(reading: JobReading) -> JobStatus | None:
     found, reason = _find_state(reading, [n.summary for n in members if n.alive and n.summary])
     if state is None:
         return JobStatus(reading.run, found, reason, nodes=nodes)
-    ages = (n.summary.state_s for n in members if n.summary and n.summary.state is found)
+    ages = (n.value("state_s") for n in members if n.summary and n.summary.state is found)
     return JobStatus(
         reading.run,
         found,
@@ -265,11 +275,10 @@ def _node_entries(reading: JobReading) -> tuple[NodeEntry, ...]:
 def _node_entry(
     reading: JobReading, node: SeenNode, rank: int | None, is_alive: bool, is_counted: bool
 ) -> NodeEntry:
-    """Return the entry of a node, with its status as of now."""
-    entry = NodeEntry(node.id, node.host, rank, node.slots, is_alive, node.drain_reason)
+    """Return the entry of a node. One that is gone completes no steps."""
     found = reading.summaries.get(node.id)
     if found is None:
-        return entry
+        return NodeEntry(node.id, node.host, rank, node.slots, is_alive, node.drain_reason)
     summary, age_s = found.summary, found.age_s
     detail = reading.details.get(node.id)
     is_gone = not is_alive and not summary.state.is_finished
@@ -278,26 +287,21 @@ def _node_entry(
         summary = attrs.evolve(summary, reason=detail.reason)
         if is_counted:
             workers = tuple(_worker_as_of_now(w, age_s, is_gone=is_gone) for w in detail.workers)
-    summary = _as_of_now(summary, age_s, is_gone=is_gone)
-    return attrs.evolve(
-        entry,
-        summary=summary if is_counted else _without_progress(summary),
-        age_s=age_s,
-        workers=workers,
-        is_final=reading.is_final,
-    )
-
-
-def _as_of_now(summary: NodeSummary, age_s: float, *, is_gone: bool) -> NodeSummary:
-    """Add the age of a summary to its durations; a node that is gone completes no steps."""
-    silence_s = summary.silence_s
-    return attrs.evolve(
+    if is_gone:
+        summary = attrs.evolve(summary, rate=None, best_rate=None)
+    if not is_counted:
+        summary = _without_progress(summary)
+    return NodeEntry(
+        node.id,
+        node.host,
+        rank,
+        node.slots,
+        is_alive,
+        node.drain_reason,
         summary,
-        state_s=round(summary.state_s + age_s, 3),
-        uptime_s=round(summary.uptime_s + age_s, 3),
-        silence_s=None if silence_s is None else round(silence_s + age_s, 3),
-        rate=None if is_gone else summary.rate,
-        best_rate=None if is_gone else summary.best_rate,
+        age_s,
+        workers,
+        is_final=reading.is_final,
     )
 
 
@@ -522,8 +526,8 @@ def _node_document(node: NodeEntry) -> dict[str, Any]:
         "state": summary.state.value,
         "healthy": health.is_healthy,
         "health_message": health.message,
-        "state_seconds": summary.state_s,
-        "uptime_seconds": summary.uptime_s,
+        "state_seconds": node.value("state_s"),
+        "uptime_seconds": node.value("uptime_s"),
         "store_contact_age_seconds": summary.contact_s,
         "pid": summary.pid,
         "step": summary.step,
@@ -699,7 +703,7 @@ def _node_row(nodes: Sequence[NodeEntry], unranked: str) -> Sequence[str]:
 
 
 def _seconds_since_heartbeat(node: NodeEntry) -> float:
-    return (node.summary and node.summary.silence_s) or 0.0
+    return node.value("silence_s") or 0.0
 
 
 def _value_range(

@@ -163,16 +163,17 @@ def decode_summary(data: bytes) -> NodeSummary:
     if len(data) > MAX_SUMMARY_BYTES:
         raise ValueError(f"a status must have at most {MAX_SUMMARY_BYTES} bytes, got {len(data)}")
     fields = read_versioned_object(data, "a status", VERSION)
-    values = {}
+    values = []
     for name, types in _SUMMARY_TYPES:
         value = fields.get(name, fields)
-        if type(value) not in types or (type(value) in _NUMBERS and not abs(value) < MAX_NUMBER):
+        kind = type(value)
+        if kind not in types or (kind in _NUMBERS and not -MAX_NUMBER < value < MAX_NUMBER):
             raise ValueError(f"invalid value of the field {name} of a status: {value!r:.60}")
-        values[name] = value
-    state = _STATES.get(values["state"])
-    if state is None:
-        raise ValueError(f"unknown state {values['state']!r:.60}")
-    return NodeSummary(**{**values, "state": state})
+        values.append(value)
+    state, *others = values
+    if state not in _STATES:
+        raise ValueError(f"unknown state {state!r:.60}")
+    return NodeSummary(_STATES[state], *others)
 
 
 _NUMBERS = (int, float)
