@@ -1,4 +1,4 @@
-"""Observability of a launch: its events file, its status in the store, and its HTTP pages.
+"""Observability of a launch: its events file, its observer in the store, and its HTTP pages.
 
 None of this takes part in the job. A run whose events cannot be written runs all the same, with a
 warning. A port is bound before the node joins the job, and requests never delay the job.

@@ -473,8 +473,8 @@ NODE_FIELDS: Mapping[str, str] = {
     "step": "last step of its slowest worker; null if not known",
     "steps_per_second": "rate of its slowest worker; null if not known",
     "workers": "one object per worker: rank, local_rank, name (such as pid 123), running, step, "
-    "steps_per_second (0 if it is stalled), seconds_since_heartbeat, checkpoint_step; null if not "
-    f"known, as in a job of more than {MAX_NODE_ROWS} nodes",
+    "steps_per_second (0 if it is stalled), seconds_since_heartbeat, checkpoint_step; empty "
+    f"without a status; null if they were not read, as in a job of more than {MAX_NODE_ROWS} nodes",
 }
 EXIT_CODES: Mapping[int, str] = {
     0: "running or succeeded",
@@ -514,7 +514,7 @@ def as_document(status: JobStatus) -> dict[str, Any]:
 def _node_document(node: NodeEntry) -> dict[str, Any]:
     known = ("node", "host", "rank", "slots", "alive", "draining", "reporting")
     document: dict[str, Any] = dict.fromkeys(NODE_FIELDS)
-    document |= {name: getattr(node, name) for name in known}
+    document |= {"workers": [], **{name: getattr(node, name) for name in known}}
     summary = node.summary
     if summary is None:
         return document
