@@ -145,8 +145,8 @@ class LocalJob:
             ConfigError: No such rank is running.
         """
         status = self.status()
-        nodes = [node.status for node in status.nodes if node.status] if status else []
-        names = {worker.rank: worker.name for node in nodes for worker in node.workers}
+        nodes = () if status is None else status.nodes
+        names = {worker.rank: worker.name for node in nodes for worker in node.workers or ()}
         if rank not in names:
             raise ConfigError(f"rank must be one of the running ranks {sorted(names)}, got {rank}")
         os.kill(int(names[rank].removeprefix("pid ")), signal.SIGKILL)

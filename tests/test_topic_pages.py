@@ -153,6 +153,12 @@ FIXED_LIMITS = (
     "launch.metadata_services.REQUEST_TIMEOUT_S",
     "launch.metadata_services.AZURE_TIMEOUT_S",
     "launch.metadata_services.FIND_TIMEOUT_S",
+    "observe.summary.STATUS_TTL_S",
+    "observe.summary.REFRESH_INTERVAL_S",
+    "launch.observer.CLOSE_TIMEOUT_S",
+    "launch.observer.STACKS_TIMEOUT_S",
+    "launch.observer.STACKS_INTERVAL_S",
+    "launch.observer.POLL_INTERVAL_S",
 )
 # Flags that are numbers without being times.
 OTHER_NUMBERS = {
@@ -252,7 +258,8 @@ FORMAT_VERSIONS = (
     "logical.logical_workers.STATE_FORMAT",
     "observe.event.VERSION",
     "observe.job_status.VERSION",
-    "observe.node_status.VERSION",
+    "observe.summary.VERSION",
+    "observe.requests.VERSION",
 )
 
 

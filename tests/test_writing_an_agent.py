@@ -145,8 +145,8 @@ def test_the_observable_launcher_of_the_page_has_a_status_and_a_report(site: Pat
     history = read_history(site / "events.jsonl")
     assert (history.run, history.state) == ("job7", JobState.SUCCEEDED)
     assert history.progress[-1].step == 3
-    (node,) = read_job(FileStore(str(site / "meeting")), "job7").reports.values()
-    assert node.status.host == "here"
+    (node,) = read_job(FileStore(str(site / "meeting")), "job7").summaries.values()
+    assert node.summary.generation == 1
 
 
 def test_a_killed_agent_leaves_no_worker_on_the_other_host(

@@ -73,6 +73,8 @@ FINAL_WRITE = "the final write of snapshots"
 UPLOADS = "the wait for processes that workers have started"
 UPLOADS_POLL_S = 0.1  # between looks at the signals during that wait
 
+OnTurn = Callable[[Event, MachineState, MachineState, tuple[Effect, ...]], object]
+
 
 class ElasticAgent:
     """Supervises the workers of one node until the job is over, or the node leaves it.
@@ -162,6 +164,7 @@ class ElasticAgent:
         # Events of any thread, in their order. `put` may also be called by a signal handler.
         self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._state = MachineState()
+        self._on_turn: OnTurn = lambda *_: None
         self._has_run = False
         self._turned_at = clock()  # when the loop last made progress
         self._viewed_at = float("-inf")  # when the workers were last looked at
@@ -234,17 +237,6 @@ class ElasticAgent:
         """
         self.post(ComponentFailed(reason))
 
-    def record_control(self, action: str, by: str) -> None:
-        """Log and record as an event that an operator has requested an action. Thread-safe.
-
-        The action itself is requested by a separate call, such as `request_drain`.
-
-        Args:
-            action: what is requested: "drain", "stop" or "restart".
-            by: the operator.
-        """
-        self._observer.on_control(action, by)
-
     def stalled_s(self) -> float:
         """Return the seconds since the last progress of the loop; 0 after the run. Thread-safe."""
         is_over = self._state.phase is Phase.ENDED
@@ -264,19 +256,26 @@ class ElasticAgent:
         """Return what was last seen of the running workers, by local rank. Thread-safe."""
         return self._state.view
 
-    def collect_stacks(self, local_ranks: Collection[int], timeout_s: float) -> Mapping[int, str]:
-        """Return the Python stacks of these workers, by local rank. Thread-safe.
+    def dump_stacks(
+        self, local_ranks: Collection[int], on_done: Callable[[Mapping[int, str]], None]
+    ) -> None:
+        """Make workers write their Python stacks. Thread-safe; does not wait.
 
         Args:
-            local_ranks: the workers. Those that do not answer in time are left out.
-            timeout_s: the limit of the wait, in seconds.
+            local_ranks: the workers.
+            on_done: receives the stacks by local rank, in any thread. Workers that do not write
+                one in time are left out.
         """
-        found: queue.SimpleQueue[Mapping[int, str]] = queue.SimpleQueue()
-        self.workers.dump_stacks(local_ranks, found.put)
-        try:
-            return found.get(timeout=timeout_s)
-        except queue.Empty:
-            return {}
+        self.workers.dump_stacks(local_ranks, on_done)
+
+    def observe_turns(self, on_turn: OnTurn) -> None:
+        """Call a function after each event that the machine has handled, in the agent's thread.
+
+        Args:
+            on_turn: receives the event, the state before and after it, and the effects, which are
+                not executed yet. It must neither block nor raise.
+        """
+        self._on_turn = on_turn
 
     def get_worker_group(self) -> WorkerGroup | None:
         """Return the workers of the current generation, or None before the first generation."""
@@ -357,6 +356,7 @@ class ElasticAgent:
         before, now = self._state, self._clock()
         self._state, effects = handle(before, event, now, self._limits)
         self._observer.observe(event, before, self._state, effects)
+        self._on_turn(event, before, self._state, effects)
         self._execute_all(effects)
 
     def _execute_all(self, effects: tuple[Effect, ...]) -> None:

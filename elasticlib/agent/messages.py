@@ -113,6 +113,8 @@ class Requested:
     reason: str = "drain"  # what `should_stop()` returns to the workers
     deadline: float | None = None  # when this node must have left, on the agent's clock
     generation: int = 0  # whose workers are restarted
+    id: str = ""  # of an operator's request, which is answered; empty: nobody waits for an answer
+    by: str = ""  # the operator
 
 
 @attrs.frozen

@@ -31,6 +31,7 @@ from ..signals import signal_name
 from ..workers.exits import WorkerExit
 from ..workers.interface import DRAIN, PREEMPTED, Heartbeat, StopHow
 from ..workers.spec import WorkerGroup, WorkerState
+from .answers import describe_reaction
 from .hang_detector import HangDetector
 from .interface import RootCause, RunResult
 from .machine import MachineState, Phase, after_others, describe, details_of
@@ -155,11 +156,6 @@ class RunObserver:
         if group.workers and self._journal is not None:
             self._steps = StepMonitor(self._clock())
 
-    def on_control(self, action: str, by: str) -> None:
-        """Report that an operator has requested an action."""
-        log.info("%s has requested: %s", by, action)
-        self._record(kinds.ControlRequested(action=action, by=by))
-
     @property
     def due_at(self) -> float:
         """The time at which the steps of the workers must be read."""
@@ -182,9 +178,8 @@ class RunObserver:
                 self._on_exit(after_others(event.exit, before.exits), event.unfit, before)
             case MembershipChanged() if before.outcome is not after.outcome:
                 self._end = event
-            case Requested(action=action, source=source, reason=reason):
-                if action is not Action.RESTART:
-                    self._record(kinds.DrainRequested(signal=source, reason=reason))
+            case Requested():
+                self._on_request(event, before, after, effects)
             case Finished(problem=problem, saved_step=step):
                 self._saved_step = step
                 if problem:
@@ -196,6 +191,19 @@ class RunObserver:
             self._on_effect(effect, event, before, after)
         if before.phase is not after.phase:
             self._on_phase(event, before, after, effects)
+
+    def _on_request(
+        self,
+        request: Requested,
+        before: MachineState,
+        after: MachineState,
+        effects: Sequence[Effect],
+    ) -> None:
+        if request.id and describe_reaction(request, before, after, effects).done:
+            log.info("%s has requested: %s", request.by, request.action.value)
+            self._record(kinds.ControlRequested(action=request.action.value, by=request.by))
+        if request.action is not Action.RESTART:
+            self._record(kinds.DrainRequested(signal=request.source, reason=request.reason))
 
     def _on_effect(
         self, effect: Effect, event: Event, before: MachineState, after: MachineState

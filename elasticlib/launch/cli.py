@@ -29,10 +29,10 @@ COMMANDS = {
     "report": ("cli", "write an HTML report of a run (timeline, recoveries, failures)"),
     "status": ("status_command", "show the state, nodes, ranks and steps of a run"),
     "events": ("events_command", "print the events of a run, and follow them"),
-    "stacks": ("stacks_command", "print the current Python stacks of a run's workers"),
-    "drain": ("control_command", "let one node of a run save and leave"),
-    "stop": ("control_command", "let all nodes of a run save, and end the run"),
-    "restart": ("control_command", "restart all workers of a run after they have saved"),
+    "stacks": ("request_command", "print the current Python stacks of a run's workers"),
+    "drain": ("request_command", "let one node of a run save and leave"),
+    "stop": ("request_command", "let all nodes of a run save, and end the run"),
+    "restart": ("request_command", "restart all workers of a run after they have saved"),
     "doctor": ("checks", "check this machine for problems that would prevent a job from running"),
 }
 

@@ -25,6 +25,7 @@ from ..compat.torch_launch import values_of as values_of
 from ..endpoint import STORE_PORT, join_endpoint, split_endpoint
 from ..errors import ConfigError
 from ..signal_inbox import PROCESS_SIGNALS, SignalInbox
+from ..stores.authentication import SECRET_ENV
 from ..workers.interface import Workers
 from ..workers.local_workers import LocalWorkers
 from ..workers.run_program import check_not_importing, pickled
@@ -41,10 +42,16 @@ from .exit_summary import format_summary, write_failure_json
 from .flags import FLAGS, SettingError
 from .launch_config import TCP_BACKENDS, LaunchConfig, check_seconds
 from .node_check import make_node_check
-from .observability import ObservabilityServer, open_journal, persistent_log_dir, publish_status
+from .observability import (
+    ObservabilityServer,
+    make_node_observer,
+    open_journal,
+    persistent_log_dir,
+)
 from .preemption import watch_for_preemption
 from .rendezvous_setup import RendezvousSetup, open_rendezvous
 from .run_id import with_run_id
+from .target import run_name
 from .worker_setup import check_local_resources, create_local_workers, worker_spec
 
 log = logging.getLogger("elasticlib.launch")
@@ -145,6 +152,8 @@ def run_node(
         )
         # A handler that a plug-in opened has no store from which a status can be read.
         _log_start(config, "" if rendezvous.store is None else journal.run_selector)
+        if secret is None:
+            _log_who_may_control(config, rendezvous)
         agent = ElasticAgent(
             worker_spec(config, entrypoint),
             rendezvous.handler,
@@ -169,9 +178,9 @@ def run_node(
                 lambda source, left_s: agent.request_drain(source, time_left_s=left_s),
             )
         )
-        publish_last_status = stack.enter_context(publish_status(rendezvous, journal, agent))
-        result = agent.run()
-        publish_last_status()
+        # At its end, the last status and answers are written, before the store may be gone.
+        with make_node_observer(rendezvous, journal, agent, secret) or contextlib.nullcontext():
+            result = agent.run()
         write_failure_json(workers, result)
         lost = _serve_store_for_others(rendezvous, config, result, agent.signals)
         if lost:
@@ -206,8 +215,21 @@ def _remote_status_hint(config: LaunchConfig) -> str:
     host, port = split_endpoint(config.endpoints[0], STORE_PORT)
     if is_localhost(host) or (is_literal(host) and is_loopback(host)):
         return ""
-    endpoint = shlex.quote(join_endpoint(host, port))
-    return f' (from other machines: "elasticlib status {endpoint}")'
+    name = shlex.quote(run_name("tcp", join_endpoint(host, port), config.run_id))
+    return f' (from other machines: "elasticlib status {name}")'
+
+
+def _log_who_may_control(config: LaunchConfig, rendezvous: RendezvousSetup) -> None:
+    """Log who may stop the job, because it has no secret."""
+    if rendezvous.store is None:
+        return  # Nobody may: requests need the store.
+    if config.is_single_node:
+        who = f"every user of this machine who reaches {rendezvous.serves_at}"
+    elif config.rdzv_backend in TCP_BACKENDS:
+        who = f"everyone who reaches {config.rdzv_endpoint}"
+    else:
+        who = f"everyone who can write to {config.rdzv_endpoint}"
+    log.info("%s can stop this job: set %s on all nodes to prevent that", who, SECRET_ENV)
 
 
 def with_torch_environment(config: LaunchConfig, environment: Mapping[str, str]) -> LaunchConfig:

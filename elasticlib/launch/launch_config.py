@@ -371,11 +371,6 @@ class LaunchConfig:
         if is_single and backend not in ("tcp", "c10d"):
             yield SettingError("{rdzv_backend} {0} requires {rdzv_endpoint}", backend)
         check_local_addr(self.local_addr, self.max_nodes)
-        if options.secret_file is not None and backend not in TCP_BACKENDS:
-            yield SettingError(
-                "{rdzv_conf} secret_file applies only to the TCP store, not to the {0} backend",
-                backend,
-            )
         for key in ("is_host", "quorum"):
             if getattr(options, key) is not None and (is_single or backend not in TCP_BACKENDS):
                 yield SettingError(

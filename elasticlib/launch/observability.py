@@ -1,4 +1,4 @@
-"""Observability of a launch: its events file, its status in the store, and its HTTP pages.
+"""Observability of a launch: its events file, its observer in the store, and its HTTP pages.
 
 None of this takes part in the job. A run whose events cannot be written runs all the same, with a
 warning. A port is bound before the node joins the job, and requests never delay the job.
@@ -15,33 +15,28 @@ import shlex
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 
 import attrs
 
 from .._version import versions
 from ..agent.elastic_agent import ElasticAgent
-from ..agent.machine import Phase
 from ..clock import monotonic
 from ..errors import ConfigError, format_error
 from ..observe import event_kinds as kinds
 from ..observe.aggregate import NodeStatus
-from ..observe.control import ControlAction, ControlRequest, ControlResponder, NodeActivity
 from ..observe.event import Event
 from ..observe.http_server import HttpResponse, HttpServer, Pages, text_response
 from ..observe.job_status import Health, check_health, document_of_node
 from ..observe.journal import EVENTS_FILE, EventListener, NodeJournal
 from ..observe.metrics import CONTENT_TYPE, MetricsFormatter, MetricsSnapshot
-from ..observe.node_status import NodeReport, StatusPublisher
 from ..observe.runs import RunRegistration, remove_old_records
-from ..observe.stack_query import NodeStacks, StackResponder
+from ..observe.summary import NodeReport
 from ..observe.totals import totals_of
 from ..rendezvous.handler import DynamicRendezvousHandler
 from ..rendezvous.interface import RendezvousHandler
 from ..rendezvous.membership import Node
-from ..stores.file_store import FileStore
-from ..workers.interface import DRAIN, Heartbeat, Workers, WorkerView
+from ..workers.interface import Workers
 from ..workers.local_workers import LocalWorkers
 from .backends import import_function
 from .flags import SettingError
@@ -51,14 +46,11 @@ from .launch_config import (
     LaunchConfig,
     health_port,
 )
+from .observer import NodeObserver, heartbeats_of
 from .rendezvous_setup import RendezvousSetup
-
-STACKS_TIMEOUT_S = 5.0  # workers write their stacks within about a second
 
 log = logging.getLogger("elasticlib.launch")
 
-POLL_INTERVAL_S = 1.0  # in a file store, where waiting for a request means polling
-CONTROL_TIMEOUT_S = 2.0  # for operators to read the answers of a node that serves the store
 HEALTH_PATH, STATUS_PATH, METRICS_PATH = "/healthz", "/status.json", "/metrics"
 _ALWAYS_RECORDED = (
     *("min_nodes", "max_nodes", "nproc_per_node", "max_restarts", "start_method"),
@@ -261,7 +253,7 @@ class MissingRestoreWarning(EventListener):
                     )
 
 
-# -- status and stacks through the store -----------------------------------------------------------
+# -- status and requests through the store ---------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -309,30 +301,23 @@ def observe_node(
         def report() -> NodeReport:
             return NodeReport.at(monotonic(), journal.status(heartbeats_of(workers.view())))
 
-        publisher = StatusPublisher(handler.store, run_id, node.id, report)
-        journal.call_when_recorded(handler.add_task(publisher.poll))
-        yield journal
-        publisher.publish_last()
-        publisher.close()
+        observer = NodeObserver(handler.store, run_id, node, report)
+        journal.call_when_recorded(observer.wake)
+        with observer:
+            yield journal
 
 
-@contextlib.contextmanager
-def publish_status(
-    rendezvous: RendezvousSetup, journal: NodeJournal, agent: ElasticAgent
-) -> Iterator[Callable[[], None]]:
-    """Publish the status of this node, and answer requests, until the context ends.
+def make_node_observer(
+    rendezvous: RendezvousSetup, journal: NodeJournal, agent: ElasticAgent, secret: bytes | None
+) -> NodeObserver | None:
+    """Return what publishes the status of this node and answers requests, once it is started.
 
     The commands `elasticlib status`, `stacks`, `drain`, `stop` and `restart` need this. If a
-    plug-in opened the rendezvous handler, its store is not known here, so nothing is published or
-    answered.
-
-    Yields:
-        A function that publishes the last status, after the agent has run.
+    plug-in opened the rendezvous handler, its store is not known here, and there is no observer.
     """
     store, handler = rendezvous.store, rendezvous.handler
     if store is None or not isinstance(handler, DynamicRendezvousHandler):
-        yield lambda: None
-        return
+        return None
 
     def report() -> NodeReport:
         return NodeReport.at(
@@ -342,88 +327,17 @@ def publish_status(
             loop_blocked_seconds=agent.stalled_s(),
         )
 
-    run_id, node_id = rendezvous.run_id, rendezvous.node_id
-    publisher = StatusPublisher(store, run_id, node_id, report)
-    journal.call_when_recorded(handler.add_task(publisher.poll))
-    interval = POLL_INTERVAL_S if isinstance(store, FileStore) else 0.0
-    with (
-        contextlib.closing(publisher),
-        StackResponder(store, run_id, node_id, stacks_of(agent), poll_interval=interval),
-        ControlResponder(
-            store,
-            run_id,
-            node_id,
-            partial(activity_of, agent),
-            partial(control_agent, agent),
-            host=handler.node.host,
-            poll_interval=interval,
-        ) as control_responder,
-    ):
-        yield publisher.publish_last
-        if rendezvous.server is not None:
-            control_responder.wait_until_read(CONTROL_TIMEOUT_S)
-
-
-def heartbeats_of(view: Mapping[int, WorkerView]) -> dict[int, Heartbeat]:
-    """Return the heartbeats of the workers that report any, by local rank."""
-    beats = {local: one.heartbeat for local, one in view.items()}
-    return {local: beat for local, beat in beats.items() if beat is not None}
-
-
-def activity_of(agent: ElasticAgent) -> NodeActivity:
-    """Return what the node of an agent is doing, for requests of operators."""
-    state, group = agent.state, agent.get_worker_group()
-    return NodeActivity(
-        generation=0 if group is None else group.generation,
-        num_workers=len(agent.view()),
-        is_training=state is Phase.ACTIVE,
-        is_leaving=agent.is_leaving,
+    observer = NodeObserver(
+        store,
+        rendezvous.run_id,
+        handler.node,
+        report,
+        agent=agent,
+        secret=secret,
+        serves_store=lambda: rendezvous.server is not None,
     )
-
-
-def control_agent(agent: ElasticAgent, request: ControlRequest) -> None:
-    """Let an agent do what an operator has requested. Thread-safe."""
-    agent.record_control(request.action.value, request.by)
-    match request.action:
-        case ControlAction.DRAIN:
-            agent.request_drain(request.source, reason=DRAIN)
-        case ControlAction.STOP:
-            agent.request_stop(request.source)
-        case ControlAction.RESTART:
-            agent.request_restart(request.source, request.generation)
-
-
-def stacks_of(agent: ElasticAgent) -> Callable[[frozenset[int] | None], NodeStacks]:
-    """Return a function that collects the stacks of this node's workers, or of some ranks."""
-
-    def collect(ranks: frozenset[int] | None) -> NodeStacks:
-        group = agent.get_worker_group()
-        if group is None:
-            return NodeStacks({})
-        rank_of = {worker.local_rank: worker.rank for worker in group.workers}
-        view = agent.view()
-        running = {
-            local: one.name
-            for local, one in view.items()
-            if local in rank_of and (ranks is None or rank_of[local] in ranks)
-        }
-        if not running:
-            return NodeStacks({})
-        heartbeats = heartbeats_of(view)
-        stacks = agent.collect_stacks(tuple(running), STACKS_TIMEOUT_S)
-        missing = [local for local in running if local not in stacks]
-        unresponsive = [
-            local for local in missing if local in heartbeats and heartbeats[local].can_dump_stacks
-        ]
-        return NodeStacks(
-            {rank_of[local]: stacks[local] for local in running if local in stacks},
-            unresponsive_ranks=tuple(sorted(rank_of[local] for local in unresponsive)),
-            unsupported={
-                rank_of[local]: running[local] for local in missing if local not in unresponsive
-            },
-        )
-
-    return collect
+    journal.call_when_recorded(observer.wake)
+    return observer
 
 
 # -- HTTP ------------------------------------------------------------------------------------------

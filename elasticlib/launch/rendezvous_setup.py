@@ -24,7 +24,7 @@ from ..stores.interface import Store
 from ..stores.tcp_server import TcpStoreServer
 from .addresses import outward_address
 from .backends import BackendParameters, open_backend
-from .launch_config import TCP_BACKENDS, LaunchConfig
+from .launch_config import LaunchConfig
 from .store_host import TcpStoreHost, TorchStoreProxy, local_address_for, local_server
 
 log = logging.getLogger("elasticlib.launch")
@@ -170,7 +170,8 @@ def open_rendezvous(config: LaunchConfig, secret: bytes | None = None) -> Rendez
 
     Args:
         config: the configuration of this node.
-        secret: the secret that nodes must prove in order to use a TCP store.
+        secret: the secret that nodes must prove in order to use a TCP store. Other stores do not
+            use it.
 
     Raises:
         ConfigError: the endpoint contradicts the settings, or the backend cannot be opened.
@@ -178,8 +179,6 @@ def open_rendezvous(config: LaunchConfig, secret: bytes | None = None) -> Rendez
     server: TcpStoreServer | None = None
     find_store_proxy: Callable[[], TorchStoreProxy | None] | None = None
     node = _node(config, config.local_addr or "")
-    if secret is not None and config.rdzv_backend not in TCP_BACKENDS:
-        log.warning("ignoring the secret: the %s backend does not use it", config.rdzv_backend)
     if config.is_plugin_backend:
         backend = open_backend(config.rdzv_backend, _parameters(config, node))
         if isinstance(backend, RendezvousHandler):

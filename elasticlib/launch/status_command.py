@@ -29,12 +29,12 @@ from ..observe.job_status import (
     read_job,
     status_of,
 )
-from ..observe.node_status import REFRESH_INTERVAL_S, StatusReader
+from ..observe.summary import REFRESH_INTERVAL_S, StatusReader
 from ..sanitize import escape_to_one_line
 from ..stores.file_store import FileStore
 from ..stores.interface import Store
 from .cli_output import Block, Table, print_error, redraw, show
-from .run_target import (
+from .target import (
     RunTarget,
     add_target_arguments,
     find_target,
@@ -76,8 +76,8 @@ def _epilog() -> str:
     lines = [
         "exit status:",
         *(f"  {code}  {meaning}" for code, meaning in EXIT_CODES.items()),
-        "  With --watch it is that of the last refresh, or 0 after SIGINT. If the run is given by",
-        "  ENDPOINT, its store may stop before the final state is read; --watch then exits with",
+        "  With --watch it is that of the last refresh, or 0 after SIGINT. If the run is named by",
+        "  its store, that store may stop before the final state is read; --watch then exits with",
         f"  4 after {UNREACHABLE_TIMEOUT_S:g} s without a response.",
         "",
         "--json:",
@@ -121,7 +121,7 @@ def status_source(target: RunTarget, args: argparse.Namespace) -> Iterator[Statu
     """
     with contextlib.ExitStack() as stack:
         try:
-            store, run_id = stack.enter_context(open_target(target, args))
+            run = stack.enter_context(open_target(target, args))
         except ElasticError as error:
             is_invalid = isinstance(error, ConfigError) and (args.secret_file or args.rdzv_conf)
             result = recorded_result(target)
@@ -132,7 +132,7 @@ def status_source(target: RunTarget, args: argparse.Namespace) -> Iterator[Statu
             yield lambda: result
             return
 
-        reader = JobStatusReader(store, run_id)
+        reader, run_id = JobStatusReader(run.store, run.run_id), run.run_id
 
         def read() -> JobStatus:
             try:
@@ -146,7 +146,7 @@ def status_source(target: RunTarget, args: argparse.Namespace) -> Iterator[Statu
             if (result := recorded_result(target)) is not None:
                 return result
             if status is None and not target.records:
-                raise RunNotFoundError(f"the store holds no job {run_id!r}")
+                raise RunNotFoundError(f"the store at {target.endpoint} holds no job {run_id!r}")
             # An agent can take seconds from its first event until its node has joined.
             return status or JobStatus(run_id, JobState.RENDEZVOUS, "its agents are starting")
 

@@ -13,7 +13,7 @@ from ..clock import format_utc, wall
 from ..endpoint import STORE_PORT, join_endpoint, split_endpoint
 from ..errors import ConfigError, ElasticError
 from .cli_output import argument_type, print_error
-from .run_target import add_target_arguments, find_target, open_store
+from .target import add_target_arguments, find_target, open_store
 
 SERVER_POLL_INTERVAL_S = 1.0
 DEFAULT_MIN_AGE_HOURS = 24.0
@@ -116,7 +116,7 @@ def _clean(args: argparse.Namespace) -> int:
         with contextlib.closing(open_store(target, args)) as store:
             ended_by = wall() - args.min_age * 3600
             for job in find_ended_jobs(store.list("")):
-                if job.finished_at_s > ended_by or args.rdzv_id not in ("", job.run_id):
+                if job.finished_at_s > ended_by or target.run_id not in ("", job.run_id):
                     continue
                 is_gone = args.dry_run or delete_job(store, job)
                 what = "would delete" if args.dry_run else "deleted" if is_gone else "in use again:"

@@ -6,11 +6,9 @@ machines, so nothing is decided by them.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
-from urllib.parse import unquote
 
 import attrs
 
@@ -20,14 +18,17 @@ from ..rendezvous.membership import (
     GenerationTrigger,
     JobPhase,
     LeaderStatus,
-    Membership,
-    NodeRecord,
+    MembershipState,
 )
-from ..rendezvous.store_layout import JobListing, StoreKeys
-from ..rendezvous.store_layout import decode as decode_record
+from ..rendezvous.overview import (
+    JobOverview,
+    SeenNode,
+    read_leader_status,
+    read_overview,
+)
 from ..sanitize import escape_to_one_line
 from ..stores.interface import Store
-from .aggregate import NodeStatus, WorkerStatus, finished_state
+from .aggregate import WorkerStatus, finished_state
 from .event import Event
 from .event_kinds import RunFinished
 from .formatting import (
@@ -42,50 +43,47 @@ from .formatting import (
     plural,
 )
 from .history import ACTIVE_STATES, JobState, NodeParticipation, job_state
-from .node_status import STATUS_TTL_S, NodeReport, StatusReader
+from .summary import (
+    STATUS_TTL_S,
+    AgedSummary,
+    NodeDetail,
+    NodeReport,
+    NodeSummary,
+    StatusReader,
+    detail_of,
+    summarize,
+)
 
 # -- reading ---------------------------------------------------------------------------------------
+
+MAX_NODE_ROWS = 24  # more nodes are summarized, and their details are not read
 
 
 @attrs.frozen
 class JobReading:
-    """Content of the store of a job."""
+    """What the store of a job shows of it."""
 
     run: str
-    document: Membership | None
-    alive_nodes: tuple[NodeRecord, ...]
+    job: JobOverview
     note: LeaderStatus
-    reports: Mapping[str, NodeReport]  # by node id
-    is_final: bool = False  # the reports are known not to be renewed any more
+    summaries: Mapping[str, AgedSummary]  # by node id
+    details: Mapping[str, NodeDetail] = attrs.field(factory=dict)  # by node id, of shown nodes
+    is_final: bool = False  # the summaries are known not to be renewed any more
 
     @property
     def looks_stale(self) -> bool:
-        """True if all reports of live nodes are older than their time to live.
+        """True if all summaries of live nodes are older than their time to live.
 
         It can be wrong if the clocks of the machines differ. In a shared directory, a node
         that is gone counts as live until a reader has watched its lease for the lease's ttl.
         """
-        nodes = (node for node in self.alive_nodes if node.id in self.reports)
-        ages = [self.reports[node.id].age_seconds for node in nodes]
-        return bool(ages) and all(age is not None and age > STATUS_TTL_S for age in ages)
-
-
-_JOB_KEYS = re.compile(r"([^/?]+)/(?:head/membership|node/.*)")
-
-
-def jobs_in(store: Store) -> tuple[list[str], list[str]]:
-    """Return the ids of the jobs in a store, and of those that have a live node."""
-    has_node: dict[str, bool] = {}
-    for entry in store.list("").entries:
-        match = _JOB_KEYS.fullmatch(entry.key)
-        if match is not None:
-            run_id = unquote(match.group(1))
-            has_node[run_id] = has_node.get(run_id, False) or "/node/" in entry.key
-    return sorted(has_node), sorted(run_id for run_id, alive in has_node.items() if alive)
+        nodes = (node for node in self.job.live_nodes if node.id in self.summaries)
+        ages = [self.summaries[node.id].age_s for node in nodes]
+        return bool(ages) and all(age > STATUS_TTL_S for age in ages)
 
 
 def read_job(store: Store, run_id: str, statuses: StatusReader | None = None) -> JobReading:
-    """Read a job and all its nodes, in three requests.
+    """Read a job and all its nodes: the keys that are needed, and never all keys of the job.
 
     Args:
         store: the store of the job.
@@ -96,20 +94,14 @@ def read_job(store: Store, run_id: str, statuses: StatusReader | None = None) ->
         StoreError: the store cannot be read.
         RendezvousConfigError: the job was written by another version.
     """
-    keys = StoreKeys(run_id)
-    stored = JobListing(keys, store.list(keys.job_prefix))
-    if stored.state_error is not None:
-        raise stored.state_error
-    note = store.get(keys.leader_status)
-    return JobReading(
-        run=run_id,
-        document=stored.membership(None)[0],
-        alive_nodes=stored.live_nodes(),
-        note=LeaderStatus()
-        if note is None
-        else decode_record(LeaderStatus, note.value, "the note"),
-        reports=(statuses or StatusReader(store, run_id)).read(),
-    )
+    statuses = statuses or StatusReader(store, run_id)
+    job = read_overview(store, run_id)
+    note = read_leader_status(store, run_id)
+    reading = JobReading(run_id, job, note, statuses.read())
+    nodes = {node.id for node in (*job.members, *job.live_nodes)} & reading.summaries.keys()
+    if len(nodes) > MAX_NODE_ROWS:
+        return reading
+    return attrs.evolve(reading, details=statuses.read_details(sorted(nodes)))
 
 
 @attrs.frozen
@@ -122,33 +114,38 @@ class NodeEntry:
     slots: int
     alive: bool  # its lease is valid
     draining: str = ""  # why it is about to leave, empty if it is not
-    report: NodeReport | None = None
-    is_final: bool = False  # the report is known not to be renewed any more
+    summary: NodeSummary | None = None
+    age_s: float | None = None  # since the summary was written; None if not read from a store
+    workers: tuple[WorkerStatus, ...] | None = None  # None if the details were not read
+    is_final: bool = False  # the summary is known not to be renewed any more
 
-    @property
-    def status(self) -> NodeStatus | None:
-        return None if self.report is None else self.report.status
+    def value(self, name: str) -> Any:
+        """Return a field of the summary, as of now if it is a duration; None if not known."""
+        value = None if self.summary is None else getattr(self.summary, name)
+        if value is None or name not in _DURATIONS or self.age_s is None:
+            return value
+        return round(value + self.age_s, 3)
 
     @property
     def reporting(self) -> bool:
         """True if the store has a status of the node. It expires a minute after the last write."""
-        return self.report is not None and not self.is_final
-
-    def values(self, name: str) -> list[Any]:
-        """Return the known values of a field of the workers or, if there are none, of the node."""
-        if self.status is None:
-            return []
-        values = [getattr(worker, name) for worker in self.status.workers]
-        values = [value for value in values if value is not None] or [getattr(self.status, name)]
-        return [value for value in values if value is not None]
+        return self.summary is not None and not self.is_final
 
     @property
     def state_text(self) -> str:
-        if self.status is None:
+        if self.summary is None:
             return "no status" if self.alive else "gone"
         # A node that was killed had no time to write its last status.
-        last = self.status.state
+        last = self.summary.state
         return last.value if self.alive or last.is_finished else "gone"
+
+    @property
+    def ranks(self) -> range:
+        """The ranks of its workers, as far as they are known."""
+        summary = self.summary
+        if summary is None or summary.first_rank is None:
+            return range(0)
+        return range(summary.first_rank, summary.first_rank + summary.num_workers)
 
 
 @attrs.frozen
@@ -198,8 +195,7 @@ class JobStatus:
 
     @property
     def uptime_seconds(self) -> float | None:
-        uptimes = (n.report.current_uptime_seconds for n in self.nodes if n.report is not None)
-        return max(uptimes, default=None)
+        return max(self._values("uptime_s"), default=None)
 
     @property
     def step(self) -> int | None:
@@ -207,114 +203,124 @@ class JobStatus:
 
     @property
     def steps_per_second(self) -> float | None:
-        return min(self._values("steps_per_second"), default=None)
+        return min(self._values("rate"), default=None)
 
     @property
     def checkpoint_step(self) -> int | None:
-        steps = [status.checkpoint_step for status in self._statuses()]
-        steps += [w.checkpoint_step for status in self._statuses() for w in status.workers]
-        return max((step for step in steps if step is not None), default=None)
+        return max(self._values("checkpoint_step"), default=None)
 
     @property
     def snapshot_step(self) -> int | None:
-        steps = (status.snapshot_step for status in self._statuses())
-        return min((step for step in steps if step is not None), default=None)
+        return min(self._values("snapshot_step"), default=None)
 
     def _values(self, name: str) -> list[Any]:
-        return [value for node in self.nodes for value in node.values(name)]
+        return _known_values(self.nodes, name)
 
-    def _statuses(self) -> Iterable[NodeStatus]:
-        return (node.status for node in self.nodes if node.status is not None)
+
+_DURATIONS = ("state_s", "uptime_s", "silence_s")  # go on after a summary was written
+
+
+def _known_values(nodes: Iterable[NodeEntry], name: str) -> list[Any]:
+    """Return the known values of a field of the nodes' summaries."""
+    values = (node.value(name) for node in nodes)
+    return [value for value in values if value is not None]
 
 
 def status_of(reading: JobReading) -> JobStatus | None:
     """Return the status of a job, or None if there is no such job."""
-    document = reading.document
-    if document is None and not reading.alive_nodes:
+    state = reading.job.state
+    if state is None and not reading.job.live_nodes:
         return None
     nodes = _node_entries(reading)
-    members = [node for node in nodes if node.rank is not None]
-    state, reason = _find_state(reading, [n.status for n in members if n.alive and n.status])
-    if document is None:
-        return JobStatus(reading.run, state, reason, nodes=nodes)
-    reports = (node.report for node in members if node.report is not None)
-    ages = (report.current_state_seconds for report in reports if report.status.state is state)
+    members = [node for node in nodes if node.rank is not None and node.summary is not None]
+    found, reason = _find_state(reading, [n.summary for n in members if n.alive and n.summary])
+    if state is None:
+        return JobStatus(reading.run, found, reason, nodes=nodes)
+    ages = (n.value("state_s") for n in members if n.summary and n.summary.state is found)
     return JobStatus(
         reading.run,
-        state,
+        found,
         reason,
-        generation=document.generation,
-        min_nodes=document.settings.min_nodes,
-        max_nodes=document.settings.max_nodes,
-        world_size=sum(node.slots for node in document.members),
-        restarts=document.restarts,
-        max_restarts=document.settings.max_restarts,
+        generation=state.generation,
+        min_nodes=state.settings.min_nodes,
+        max_nodes=state.settings.max_nodes,
+        world_size=sum(node.slots for node in reading.job.members),
+        restarts=state.restarts,
+        max_restarts=state.settings.max_restarts,
         state_seconds=min(ages, default=None),
         nodes=nodes,
-        excluded=document.excluded_hosts,
+        excluded=state.excluded_hosts,
     )
 
 
 def _node_entries(reading: JobReading) -> tuple[NodeEntry, ...]:
     """Return the members in their order, then waiting nodes in the order in which they joined."""
-    members = () if reading.document is None else reading.document.members
-    is_settled = reading.document is None or reading.document.phase is JobPhase.ACTIVE
-    alive = {node.id: node for node in reading.alive_nodes}
-    member_ids = {node.id for node in members}
-    ranked: list[tuple[int | None, NodeRecord]] = [
-        (rank, alive.get(node.id, node)) for rank, node in enumerate(members)
+    job = reading.job
+    is_settled = job.state is None or job.state.phase is JobPhase.ACTIVE
+    alive = {node.id: node for node in job.live_nodes}
+    member_ids = job.member_ids
+    ranked: list[tuple[int | None, SeenNode]] = [
+        (rank, alive.get(node.id, node)) for rank, node in enumerate(job.members)
     ]
-    ranked += [(None, node) for node in reading.alive_nodes if node.id not in member_ids]
-    reports = {id: _as_of_now(r, is_alive=id in alive) for id, r in reading.reports.items()}
-    if members:
-        # Only steps of members count; those of lost members only if no other member is left.
-        counted = (member_ids & alive.keys()) or member_ids
-        reports |= {id: _without_progress(r) for id, r in reports.items() if id not in counted}
+    ranked += [(None, node) for node in job.live_nodes if node.id not in member_ids]
+    # Only steps of members count; those of lost members only if no other member is left.
+    counted = (member_ids & alive.keys()) or member_ids
     return tuple(
-        NodeEntry(
-            node=node.id,
-            host=node.host,
-            rank=rank,
-            slots=node.slots,
-            alive=node.id in alive,
-            draining=node.drain_reason,
-            report=reports.get(node.id),
-            is_final=reading.is_final,
-        )
+        _node_entry(reading, node, rank, node.id in alive, not counted or node.id in counted)
         for rank, node in ranked
         # Lost members of a generation that has finished do not belong to the next one.
         if node.id in alive or is_settled
     )
 
 
-def _as_of_now(report: NodeReport, *, is_alive: bool) -> NodeReport:
-    """Add the age of a report to its durations; a node that is gone completes no steps."""
-    status, age = report.status, report.age_seconds or 0.0
-    no_rate: dict[str, Any] = {}
-    if not is_alive and not status.state.is_finished:
-        no_rate = {"steps_per_second": None}
-    workers = []
-    for worker in status.workers:
-        silence = worker.seconds_since_heartbeat
-        silence = None if silence is None else round(silence + age, 3)
-        workers.append(attrs.evolve(worker, seconds_since_heartbeat=silence, **no_rate))
-    status = attrs.evolve(status, workers=tuple(workers), **no_rate)
-    return attrs.evolve(report, status=status)
-
-
-def _without_progress(report: NodeReport) -> NodeReport:
-    """Remove the progress of a node that is no member any more; its checkpoints still exist."""
-    status = report.status
-    steps = (status.checkpoint_step, *(worker.checkpoint_step for worker in status.workers))
-    status = attrs.evolve(
-        status,
-        checkpoint_step=max((step for step in steps if step is not None), default=None),
-        workers=(),
-        step=None,
-        steps_per_second=None,
-        snapshot_step=None,
+def _node_entry(
+    reading: JobReading, node: SeenNode, rank: int | None, is_alive: bool, is_counted: bool
+) -> NodeEntry:
+    """Return the entry of a node. One that is gone completes no steps."""
+    found = reading.summaries.get(node.id)
+    if found is None:
+        return NodeEntry(node.id, node.host, rank, node.slots, is_alive, node.drain_reason)
+    summary, age_s = found.summary, found.age_s
+    detail = reading.details.get(node.id)
+    is_gone = not is_alive and not summary.state.is_finished
+    workers: tuple[WorkerStatus, ...] | None = None if detail is None else ()
+    if detail is not None and detail.generation == summary.generation:
+        summary = attrs.evolve(summary, reason=detail.reason)
+        if is_counted:
+            workers = tuple(_worker_as_of_now(w, age_s, is_gone=is_gone) for w in detail.workers)
+    if is_gone:
+        summary = attrs.evolve(summary, rate=None, best_rate=None)
+    if not is_counted:
+        summary = _without_progress(summary)
+    return NodeEntry(
+        node.id,
+        node.host,
+        rank,
+        node.slots,
+        is_alive,
+        node.drain_reason,
+        summary,
+        age_s,
+        workers,
+        is_final=reading.is_final,
     )
-    return attrs.evolve(report, status=status)
+
+
+def _worker_as_of_now(worker: WorkerStatus, age_s: float, *, is_gone: bool) -> WorkerStatus:
+    silence_s = worker.seconds_since_heartbeat
+    return attrs.evolve(
+        worker,
+        seconds_since_heartbeat=None if silence_s is None else round(silence_s + age_s, 3),
+        steps_per_second=None if is_gone else worker.steps_per_second,
+    )
+
+
+def _without_progress(summary: NodeSummary) -> NodeSummary:
+    """Remove the progress of a node that is no member any more; its checkpoints still exist."""
+    steps: dict[str, Any] = dict.fromkeys(("step", "last_step", "rate", "best_rate"))
+    return attrs.evolve(
+        summary, num_workers=0, first_rank=None, silence_s=None, snapshot_step=None, **steps
+    )
 
 
 _FINISHED_PHASES = {
@@ -325,42 +331,42 @@ _FINISHED_PHASES = {
 }
 
 
-def _find_state(reading: JobReading, statuses: Iterable[NodeStatus]) -> tuple[JobState | None, str]:
+def _find_state(
+    reading: JobReading, summaries: Iterable[NodeSummary]
+) -> tuple[JobState | None, str]:
     """Return the state of a job and the reason."""
-    document, alive = reading.document, reading.alive_nodes
-    if document is None:
+    job, alive = reading.job.state, reading.job.live_nodes
+    if job is None:
         return JobState.WAITING, reading.note.reason
-    if document.phase.is_terminal:
-        reporter = (
-            "" if document.job_end is None else f" (reported by {document.job_end.written_by})"
-        )
-        return _FINISHED_PHASES[document.phase], f"{document.reason}{reporter}"
+    if job.phase.is_terminal:
+        reporter = "" if job.job_end is None else f" (reported by {job.job_end.written_by})"
+        return _FINISHED_PHASES[job.phase], f"{job.reason}{reporter}"
     if not alive:
-        return None, f"no node is alive; last known reason: {document.reason}"
-    if document.phase is JobPhase.FORMING:
-        return _rendezvous_state(document, alive), document.reason or reading.note.reason
-    by_state = {status.state: status for status in statuses}
+        return None, f"no node is alive; last known reason: {job.reason}"
+    if job.phase is JobPhase.FORMING:
+        return _rendezvous_state(job, alive), job.reason or reading.note.reason
+    by_state = {summary.state: summary for summary in summaries}
     for state in ACTIVE_STATES[:-1]:  # all except RUNNING
         if state in by_state:
-            return state, by_state[state].reason or document.reason
+            return state, by_state[state].reason or job.reason
     finished = [state for state in by_state if state.is_finished]
     if finished and len(finished) == len(by_state):
-        # The document is updated as soon as the nodes without a status have finished.
+        # The state is updated as soon as the nodes without a status have finished.
         worst = max(finished, key=lambda state: (state is JobState.FAILED, state.value))
         return worst, by_state[worst].reason
-    return JobState.RUNNING, document.reason
+    return JobState.RUNNING, job.reason
 
 
-def _rendezvous_state(document: Membership, alive: tuple[NodeRecord, ...]) -> JobState:
-    if len(alive) < document.settings.min_nodes:
+def _rendezvous_state(job: MembershipState, alive: tuple[SeenNode, ...]) -> JobState:
+    if len(alive) < job.settings.min_nodes:
         return JobState.WAITING
-    verdict = document.verdict
+    verdict = job.verdict
     has_failed = verdict is not None and verdict.kind is not FailureKind.LOST
-    if has_failed or document.trigger is GenerationTrigger.RESTART:
+    if has_failed or job.trigger is GenerationTrigger.RESTART:
         return JobState.RESTARTING
     if any(node.drain_reason for node in alive):
         return JobState.DRAINING
-    return JobState.RESIZING if document.is_planned else JobState.RENDEZVOUS
+    return JobState.RESIZING if job.is_planned else JobState.RENDEZVOUS
 
 
 def result_of(run: str, last_events: Iterable[Event], now: float) -> JobStatus:
@@ -422,9 +428,9 @@ def check_health(state: JobState, reason: str, loop_blocked_seconds: float) -> H
 
 # -- JSON and exit code ----------------------------------------------------------------------------
 
-VERSION = 3
+VERSION = 4
 FIELDS: Mapping[str, str] = {
-    "version": "schema version (3); it does not change when fields are added",
+    "version": "schema version (4); it does not change when fields are added",
     "run": "id of the job",
     "state": "WAITING, RENDEZVOUS, RUNNING, RESTARTING, RESIZING, DRAINING, SUCCEEDED, FAILED, "
     "DRAINED or STOPPED; null if it is not known",
@@ -454,7 +460,7 @@ NODE_FIELDS: Mapping[str, str] = {
     "rank": "rank among the members; null for a node that joins or waits as a spare",
     "alive": "true if its lease in the store is valid",
     "reporting": "true if its status is in the store (it expires one minute after the last write)",
-    "age_seconds": "seconds since it wrote its status: up to 20 if nothing changes, 2 to 10 while "
+    "age_seconds": "seconds since it wrote its status: up to 20 if nothing changes, 2 to 20 while "
     "its workers complete steps; depends on the clocks of two machines until --watch has seen "
     "another write; null if not read from a store",
     "state": "state of the node, with the same words; null without a status",
@@ -466,9 +472,11 @@ NODE_FIELDS: Mapping[str, str] = {
     "draining": "why it is about to leave, empty if it is not",
     "slots": "number of workers that it can run",
     "pid": "process id of its agent",
+    "step": "last step of its slowest worker; null if not known",
+    "steps_per_second": "rate of its slowest worker; null if not known",
     "workers": "one object per worker: rank, local_rank, name (such as pid 123), running, step, "
-    "steps_per_second (0 if it is stalled), seconds_since_heartbeat, checkpoint_step; null if not "
-    "known",
+    "steps_per_second (0 if it is stalled), seconds_since_heartbeat, checkpoint_step; empty "
+    f"without a status; null if they were not read, as in a job of more than {MAX_NODE_ROWS} nodes",
 }
 EXIT_CODES: Mapping[int, str] = {
     0: "running or succeeded",
@@ -509,34 +517,38 @@ def _node_document(node: NodeEntry) -> dict[str, Any]:
     known = ("node", "host", "rank", "slots", "alive", "draining", "reporting")
     document: dict[str, Any] = dict.fromkeys(NODE_FIELDS)
     document |= {"workers": [], **{name: getattr(node, name) for name in known}}
-    if node.report is None:
+    summary = node.summary
+    if summary is None:
         return document
-    report, status = node.report, node.report.status
-    health = check_health(status.state, status.reason, report.loop_blocked_seconds)
+    health = check_health(summary.state, summary.reason, summary.blocked_s)
+    workers = None if node.workers is None else [attrs.asdict(worker) for worker in node.workers]
     return {
         **document,
-        "age_seconds": report.age_seconds,
-        "state": status.state.value,
+        "age_seconds": node.age_s,
+        "state": summary.state.value,
         "healthy": health.is_healthy,
         "health_message": health.message,
-        "state_seconds": report.current_state_seconds,
-        "uptime_seconds": report.current_uptime_seconds,
-        "store_contact_age_seconds": report.store_contact_age_seconds,
-        "pid": status.pid,
-        "workers": [attrs.asdict(worker) for worker in status.workers],
+        "state_seconds": node.value("state_s"),
+        "uptime_seconds": node.value("uptime_s"),
+        "store_contact_age_seconds": summary.contact_s,
+        "pid": summary.pid,
+        "step": summary.step,
+        "steps_per_second": summary.rate,
+        "workers": workers,
     }
 
 
 def document_of_node(report: NodeReport) -> dict[str, Any]:
     """Return the document of `as_document` for what one agent knows: the status of its node."""
-    status = report.status
+    status, summary = report.status, summarize(report)
     entry = NodeEntry(
         node=status.node,
         host=status.host,
         rank=status.node_rank,
         slots=status.slots,
         alive=not status.state.is_finished,
-        report=report,
+        summary=summary,
+        workers=detail_of(status).workers,
     )
     job = JobStatus(
         status.run,
@@ -546,7 +558,7 @@ def document_of_node(report: NodeReport) -> dict[str, Any]:
         world_size=status.world_size,
         restarts=status.restarts,
         max_restarts=status.max_restarts,
-        state_seconds=report.current_state_seconds,
+        state_seconds=summary.state_s,
         nodes=(entry,),
     )
     return as_document(job)
@@ -557,7 +569,6 @@ def document_of_node(report: NodeReport) -> dict[str, Any]:
 TableData = tuple[Sequence[str], Sequence[Sequence[str]]]  # head and rows
 NODE_HEAD = ("node", "host", "state", "updated", "ranks", "step", "steps/s", "last heartbeat")
 RANK_HEAD = ("rank", "host", "process", "step", "steps/s", "last heartbeat", "checkpoint")
-MAX_NODE_ROWS = 24  # more nodes are summarized
 MAX_RANK_ROWS = 32
 MAX_QUIET_NODES = 5
 
@@ -648,10 +659,10 @@ def node_table(status: JobStatus) -> TableData:
 def rank_table(status: JobStatus) -> TableData:
     """Return the head and a row per worker.
 
-    There are no rows if there are more than MAX_RANK_ROWS workers, or if all have exited and have
-    reported nothing.
+    There are no rows if there are more than MAX_RANK_ROWS workers, if their details were not read,
+    or if all have exited and have reported nothing.
     """
-    workers = [(node.host, w) for node in status.nodes if node.status for w in node.status.workers]
+    workers = [(node.host, worker) for node in status.nodes for worker in node.workers or ()]
     if len(workers) > MAX_RANK_ROWS or not any(_is_worth_a_row(worker) for _, worker in workers):
         return RANK_HEAD, []
     rows = [
@@ -677,35 +688,31 @@ def _is_worth_a_row(worker: WorkerStatus) -> bool:
 def _node_row(nodes: Sequence[NodeEntry], unranked: str) -> Sequence[str]:
     """Return the row of one node, or of several that are in the same state."""
     first, is_single = nodes[0], len(nodes) == 1
-    workers = [w for node in nodes if node.status is not None for w in node.status.workers]
-    ranks = [node.rank for node in nodes if node.rank is not None]
-    position = format_ranges(ranks) if ranks else unranked if first.alive else UNKNOWN
-    ages = [node.report.age_seconds for node in nodes if node.report is not None]
+    group = [node.rank for node in nodes if node.rank is not None]
+    position = format_ranges(group) if group else unranked if first.alive else UNKNOWN
+    ages = (node.age_s for node in nodes if node.age_s is not None)
     is_draining = bool(first.draining) and is_single
     return (
         position,
         escape_to_one_line(first.host) if is_single else f"{len(nodes)} others",
         f"{first.state_text}, draining" if is_draining else first.state_text,
-        format_cell(_largest(ages), format_duration),
-        format_ranges(worker.rank for worker in workers) or UNKNOWN,
-        _value_range(nodes, "step", str),
-        _value_range(nodes, "steps_per_second", format_number),
-        format_cell(_largest(w.seconds_since_heartbeat for w in workers), format_duration),
+        format_cell(max(ages, default=None), format_duration),
+        format_ranges(rank for node in nodes for rank in node.ranks) or UNKNOWN,
+        _value_range(nodes, ("step", "last_step"), str),
+        _value_range(nodes, ("rate", "best_rate"), format_number),
+        format_cell(max(_known_values(nodes, "silence_s"), default=None), format_duration),
     )
 
 
 def _seconds_since_heartbeat(node: NodeEntry) -> float:
-    workers = () if node.status is None else node.status.workers
-    return _largest(worker.seconds_since_heartbeat for worker in workers) or 0.0
+    return node.value("silence_s") or 0.0
 
 
-def _largest(values: Iterable[float | None]) -> float | None:
-    return max((value for value in values if value is not None), default=None)
-
-
-def _value_range(nodes: Iterable[NodeEntry], name: str, shown: Callable[[Any], str]) -> str:
-    values = [value for node in nodes for value in node.values(name)]
-    if not values:
+def _value_range(
+    nodes: Sequence[NodeEntry], names: tuple[str, str], shown: Callable[[Any], str]
+) -> str:
+    lows, highs = (_known_values(nodes, name) for name in names)
+    if not lows or not highs:
         return UNKNOWN
-    low, high = shown(min(values)), shown(max(values))
+    low, high = shown(min(lows)), shown(max(highs))
     return low if low == high else f"{low} to {high}"

@@ -379,5 +379,5 @@ def _not_found_message(name: str, directory: Path, known: list[RunRecord]) -> st
         return recorded
     return (
         f"no recorded run {name!r} on this machine ({recorded}); for a run on other machines use: "
-        "elasticlib status HOST:PORT"
+        "elasticlib status tcp://HOST:PORT/JOB"
     )

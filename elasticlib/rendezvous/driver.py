@@ -15,8 +15,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
 
-import attrs
-
 from ..clock import Clock, monotonic
 from ..errors import RendezvousClosedError, RendezvousError, StoreError, format_error
 from ..event_loop import EventLoop
@@ -42,19 +40,9 @@ log = logging.getLogger("elasticlib.rendezvous")
 
 EXIT_TIMEOUT_S = 1.0  # time for nodes to leave when the process exits without `close`
 UNREACHED_CLOSE_TIMEOUT_S = 1.0  # maximum duration of `close` if no store was ever reached
-# A requested task starts so much later. It then delays no rendezvous, and requests are combined.
-TASK_DELAY_S = 0.05
 FOREVER = float("inf")
 
 MembershipEvent: TypeAlias = Joined | MembershipChanged | PeerMessages
-
-
-@attrs.define(eq=False)
-class _Task:
-    """Work with the store that is no part of the rendezvous."""
-
-    run: Callable[[], float]  # returns the seconds until the next call
-    due_at: float
 
 
 # The newest driver of this process for each store, job and node id.
@@ -101,8 +89,6 @@ class RendezvousDriver:
         self._job_watch = StoreWatcher(self.store, self._loop.wake)
         self._topics = PeerTopics(self.store)
         self._topic_watch = StoreWatcher(self.store, self._loop.wake)
-        self._tasks: list[_Task] = []
-        self._task_requests: deque[_Task] = deque()  # tasks to call soon
         self._condition = threading.Condition()  # guards the fields below; notified after a turn
         self._thread: threading.Thread | None = None
         self._attempt = 0  # the last request to join
@@ -184,29 +170,6 @@ class RendezvousDriver:
         refreshed_at = self.node.last_refresh_at
         return None if refreshed_at is None else max(0.0, self._clock() - refreshed_at)
 
-    def add_task(self, run: Callable[[], float]) -> Callable[[], None]:
-        """Make the thread call `run` repeatedly, whenever the rendezvous has nothing to do.
-
-        The thread does not call `run` while the store is unreachable.
-
-        Args:
-            run: Returns the seconds until its next call. Raises nothing.
-
-        Returns:
-            A function that requests a call soon.
-        """
-        task = _Task(run, self._clock())
-
-        def request() -> None:
-            if not self.is_stopping and task.due_at > self._clock() + TASK_DELAY_S:
-                self._task_requests.append(task)
-                self._loop.wake()
-
-        self._tasks = [*self._tasks, task]
-        self._task_requests.append(task)
-        self._start()
-        return request
-
     # -- the thread --------------------------------------------------------------------------------
 
     def _start_taking_part(self) -> None:
@@ -236,7 +199,6 @@ class RendezvousDriver:
             while not self.is_stopping:
                 takes_part = self._takes_part
                 next_at = self._turn_safely() if takes_part else FOREVER
-                next_at = self._run_tasks(next_at)
                 timeout = next_at - self._clock()
                 if timeout > 0:
                     self._loop.run_until(partial(self._has_news, takes_part), timeout)
@@ -251,9 +213,7 @@ class RendezvousDriver:
         if self.is_stopping or self._takes_part is not takes_part:
             return True
         watches = (self._job_watch, self._topic_watch)
-        if takes_part and (self._requests or any(watch.has_change for watch in watches)):
-            return True
-        return bool(self._task_requests)
+        return bool(takes_part and (self._requests or any(watch.has_change for watch in watches)))
 
     def _turn_safely(self) -> float:
         try:
@@ -345,22 +305,6 @@ class RendezvousDriver:
             self._topic_watch.watch(prefix, after=self._topics.version, with_listing=True)
         else:
             self._topic_watch.cancel()
-
-    def _run_tasks(self, next_at: float) -> float:
-        """Run the due tasks if the rendezvous has nothing to do. Return the time of the next turn.
-
-        Args:
-            next_at: when the rendezvous has something to do without a request.
-        """
-        while self._task_requests:
-            task = self._task_requests.popleft()
-            task.due_at = min(task.due_at, self._clock() + TASK_DELAY_S)
-        if next_at <= self._clock() or self.is_stopping or self.node.is_store_away:
-            return next_at
-        for task in self._tasks:
-            if self._clock() >= task.due_at and not self._requests:
-                task.due_at = self._clock() + task.run()
-        return min([next_at, *(task.due_at for task in self._tasks)])
 
     def _open_server(self, address: str) -> None:
         """Open torch's store in a helper thread, as importing torch must not delay the lease."""

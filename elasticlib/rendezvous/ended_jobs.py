@@ -16,7 +16,7 @@ from ..clock import parse_utc
 from ..stores.interface import Store
 from ..stores.key_space import Entry, Listing
 from .membership import JobPhase
-from .store_layout import JobListing, StoreKeys
+from .store_layout import JOBS_PREFIX, JobListing, StoreKeys
 
 
 @attrs.frozen
@@ -39,14 +39,15 @@ def find_ended_jobs(listing: Listing) -> list[EndedJob]:
     """
     by_job: dict[str, list[Entry]] = {}
     for entry in listing.entries:
-        by_job.setdefault(entry.key.partition("/")[0], []).append(entry)
+        name = entry.key.removeprefix(JOBS_PREFIX).removeprefix("?").partition("/")[0]
+        by_job.setdefault(name, []).append(entry)
     found = (_read(unquote(name), entries, listing.version) for name, entries in by_job.items())
     return sorted((job for job in found if job is not None), key=lambda job: job.run_id)
 
 
 def _read(run_id: str, entries: Iterable[Entry], version: int) -> EndedJob | None:
     keys = StoreKeys(run_id)
-    own = [entry for entry in entries if entry.key.startswith(keys.job_prefix)]
+    own = [entry for entry in entries if keys.owns(entry.key)]
     job = JobListing(keys, Listing(tuple(own), version))
     state, state_entry = job.state, job.state_entry
     if state is None or state_entry is None or state.job_end is None:

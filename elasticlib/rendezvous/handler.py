@@ -184,10 +184,6 @@ class DynamicRendezvousHandler(RendezvousHandler):
         is_current = status.membership_id == node.intent.node.membership_id
         return status.num_waiting if is_current else 0
 
-    def add_task(self, run: Callable[[], float]) -> Callable[[], None]:
-        """Make the thread that uses the store call a function, as `RendezvousDriver.add_task`."""
-        return self._driver.add_task(run)
-
     def seconds_since_refresh(self) -> float | None:
         """Return the seconds since this node last updated its lease, or None if it never has."""
         return self._driver.seconds_since_refresh()

@@ -843,7 +843,11 @@ class RendezvousNode:
         # An entry that cannot be decoded is no leader, and has perhaps replaced one.
         expected = self._job.lease_of(self.keys.leader) if has_leader else _version(entry)
         key, value = self.keys.leader, encode(leader)
-        return self._job.compare_set(key, value, expected=expected, is_leased=True) is not None
+        is_leader = self._job.compare_set(key, value, expected=expected, is_leased=True) is not None
+        if is_leader and not has_leader:
+            # Commands find the jobs of a store by these names, without listing the store.
+            self._job.set(self.keys.job_name, b"")
+        return is_leader
 
     def reconcile_and_write(
         self, snapshot: JobSnapshot, wall_time: str = ""

@@ -33,6 +33,9 @@ from .record_codec import fields_of, from_json, parse
 
 FORMAT = 8
 FORMAT_REMEDY = "start all nodes with the same version of elasticlib"
+# The names of the jobs of a store have one key each. Ids of jobs are quoted, so neither this prefix
+# nor `StoreKeys.observers` is the beginning of a job's own keys.
+JOBS_PREFIX = "??jobs/"
 
 Value = TypeVar("Value")
 
@@ -55,6 +58,13 @@ class StoreKeys:
         # The last state of a job that the store has lost, as its nodes remember it.
         self.remembered_state = f"{self.watched_prefix}remembered"
         self.leader_status = f"{self.job_prefix}leader_status"
+        # The keys of observers: the leader, which reads all keys of the job, never reads these.
+        self.observers = f"?{self.job_prefix}"
+        self.job_name = f"{JOBS_PREFIX}{self.job_prefix[:-1]}"  # written by each new leader
+
+    def owns(self, key: str) -> bool:
+        """Return whether a key belongs to the job, that of an observer included."""
+        return key.startswith((self.job_prefix, self.observers)) or key == self.job_name
 
     def master_endpoint(self, membership_id: str = "") -> str:
         """The endpoint of torch's store, which rank 0 of the generation writes."""

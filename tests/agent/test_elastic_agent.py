@@ -27,6 +27,7 @@ from elasticlib import (
 )
 from elasticlib.agent.blocking_membership import BlockingMembership
 from elasticlib.agent.hang_detector import HangLimits
+from elasticlib.agent.messages import Action, Requested, Tick
 from elasticlib.agent.options import AgentOptions, StopTimeouts
 from elasticlib.clock import monotonic
 from elasticlib.errors import ConfigError, ElasticError, RendezvousClosedError
@@ -606,8 +607,8 @@ def test_workers_save_and_are_started_again_after_a_restart_request() -> None:
     workers, handler, journal = NotifiedWorker(), RestartsOnRequest(), RecordingJournal()
     with running(workers, handler, max_restarts=0, journal=journal) as run:
         run.agent.request_restart("an earlier request", 0)  # no generation has this number
-        run.agent.record_control("restart", "ann@login")
-        run.agent.request_restart("a restart request", 1)
+        source = "a restart request"
+        run.agent.post(Requested(Action.RESTART, source, generation=1, id="1", by="ann@login"))
         assert workers.is_notified.wait(60)
         workers.end()
         wait_until("the second start", lambda: workers.starts == 2)
@@ -681,19 +682,21 @@ def test_a_deadline_during_a_stop_leaves_workers_a_moment_to_end_after_sigkill()
 
 
 def test_workers_that_get_no_notice_have_most_of_a_short_time_to_save_at_sigterm() -> None:
-    workers, waited_s, journal = StubbornWorker(), [0.0], RecordingJournal()
+    workers, waited_s, turns = StubbornWorker(), [0.0], list[object]()
     timeouts = StopTimeouts(shutdown_timeout=1e6)
 
     def clock() -> float:
         return monotonic() + waited_s[0]
 
-    with running(workers, journal=journal, stop_timeouts=timeouts, clock=clock) as run:
+    with running(workers, stop_timeouts=timeouts, clock=clock) as run:
+        run.agent.observe_turns(lambda event, *_: turns.append(event))
         run.agent.request_drain("a preemption notice", time_left_s=4000.0)
         assert workers.has_sigterm.wait(60)
         waited_s[0] = 2000.0
+        turns.clear()
         for number in (1, 2):  # between the two, the loop polls the stop
-            run.agent.record_control("drain", "ann")
-            wait_until("the event", lambda n=number: journal.kinds.count("control.requested") == n)
+            run.agent.post(Tick())
+            wait_until("the event", lambda n=number: turns.count(Tick()) >= n)
         workers.end()
         result = run.result()
     assert (result.state, workers.was_killed) == (WorkerState.DRAINED, False), result.reason

@@ -58,6 +58,7 @@ ALL = (
     Benchmark("sampler", quick="--lengths 1000000 --worlds 1 --repeat 1", timeout_s=180),
     Benchmark("checkpoint", quick="--mib 32 --repeat 1", timeout_s=600),
     Benchmark("logical", quick="--rounds 2", timeout_s=180),
+    Benchmark("status", quick="--nodes 100 --runs 1", timeout_s=300),
     Benchmark("startup", quick="--runs 1"),
     Benchmark(
         "frameworks",

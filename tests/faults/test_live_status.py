@@ -53,8 +53,9 @@ def test_status_shows_two_running_nodes_and_the_age_of_a_stopped_one(
     flags = (*meet, "--rdzv-id", "the job", "--max-restarts", "2", *lease)
     nodes = [start_agent(job, name, *flags) for name in "ab"]
     reports = job.wait_for_world(2)
-    store = ("--rdzv-backend", backend, endpoint)
-    status = wait_for_workers(job, *store)
+    colon = ":" if backend == "file" else "://"
+    status = wait_for_workers(job, f"{backend}{colon}{endpoint}/the%20job")
+    assert job.status(f"{backend}{colon}{endpoint}/")["run"] == "the job"
     assert (status["run"], status["state"], status["source"]) == ("the job", "RUNNING", "nodes")
     assert (status["generation"], status["world_size"], status["max_restarts"]) == (1, 2, 2)
     assert [node["rank"] for node in status["nodes"]] == [0, 1]
@@ -240,8 +241,9 @@ def test_status_watch_ends_with_the_run_and_on_sigint(job: Job) -> None:
     [
         (("nothing",), 4, "nothing"),
         (("127.0.0.1:1", "--timeout", "0.2"), 4, "127.0.0.1:1 could not be reached"),
-        (("--rdzv-id", "x"), 2, "require an ENDPOINT"),
-        (("--rdzv-backend", "file", "/nowhere"), 4, "directory /nowhere does not exist"),
+        (("tcp:///x",), 2, "a run is named tcp://HOST:PORT/JOB, file:/DIR/JOB"),
+        (("zk://h/x",), 2, "--rdzv-backend must be one of tcp,"),
+        (("file:/nowhere/x",), 4, "directory /nowhere does not exist"),
         (("--timeout", "0"), 2, "a positive number of seconds"),
         (
             ("127.0.0.1:1", "--rdzv-conf", "cacert=x"),

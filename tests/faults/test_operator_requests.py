@@ -26,7 +26,7 @@ from jobs import (
     is_alive,
 )
 
-from elasticlib.observe.control import ControlAction, ControlKeys, ControlRequest, encode_request
+from elasticlib.observe.requests import Request, RequestKeys, RequestKind, Seal, encode_request
 from elasticlib.stores.file_store import FileStore
 from elasticlib.testing.waiting import wait_until
 
@@ -137,6 +137,9 @@ def test_a_job_that_is_stopped_saves_and_all_its_nodes_end(job: Job, store: str)
     document = control(job, "stop", "job7")
     assert len(document["answers"]) == 3
     assert [node.exit_code() for node in nodes.values()] == [76, 76, 76], job.logs
+    who = f"everyone who {'can write to' if store == 'directory' else 'reaches'} {endpoint}"
+    remedy = "can stop this job: set ELASTICLIB_SECRET on all nodes to prevent that"
+    assert all(f"{who} {remedy}" in node.text for node in nodes.values())
     assert read_stop_request(job, reports)["reason"] == "drain"
     assert json.loads((job.folder / "checkpoint").read_text()) == completed_steps(job)[-1]
     check_no_step_is_lost(job)
@@ -231,21 +234,29 @@ def test_two_operators_at_once_are_both_answered(job: Job) -> None:
     check_no_step_is_lost(job)
 
 
-def test_a_job_with_a_secret_is_controlled_only_with_it(job: Job) -> None:
+@pytest.mark.parametrize("backend", ["tcp", "file"])
+def test_a_job_with_a_secret_is_controlled_only_with_it(job: Job, backend: str) -> None:
     secret = job.folder / "secret"
     secret.write_text("known to all the nodes")
-    endpoint = job.start_store("--secret-file", str(secret))
+    if backend == "tcp":
+        endpoint = job.start_store("--secret-file", str(secret))
+        name, code, message = f"tcp://{endpoint}/job7", 4, "secret"
+    else:
+        # The store checks no secret, and the node refuses the request itself.
+        endpoint = str(job.folder / "store")
+        name, code, message = f"file:{endpoint}/job7", 1, "the request was refused by"
     flags = ("--nnodes", "1", "--rdzv-id", "job7", "--rdzv-endpoint", endpoint)
+    flags = (*flags, "--rdzv-backend", backend)
     conf = ("--rdzv-conf", f"secret_file={secret}")
     command = job.agent_command(*flags, *conf, program=CONTEXT)
     node = job.start("a", *command, PYTHONPATH=WITHOUT_TORCH)
     reports = job.wait_for_world(1)
     wait_for_steps(job)
-    _, message = job.run_command("stop", endpoint, code=4)
-    assert "secret" in message
+    assert message in job.run_command("stop", name, code=code)[1]
     job.check_unchanged(reports, 0.5)
-    control(job, "stop", endpoint, "--secret-file", str(secret))
+    control(job, "stop", name, "--secret-file", str(secret))
     assert node.exit_code() == 76
+    assert "can stop this job" not in node.text
     assert "no node of run 'job7' is alive" in job.run_command("stop", "job7", code=4)[1]
 
 
@@ -263,9 +274,9 @@ def test_a_request_that_an_earlier_run_left_in_the_store_has_no_effect(job: Job)
     directory = job.folder / "store"
     flags = ("--rdzv-backend", "file", "--rdzv-endpoint", str(directory), "--rdzv-id", "job7")
     with FileStore(directory) as store:
-        key = f"{ControlKeys('job7').requests}left"
-        request = ControlRequest("left", ControlAction.STOP, "ann@login", "earlier", 1, 3600.0)
-        store.set(key, encode_request(request))
+        request = Request("0" * 16, RequestKind.STOP, "", "job7", "earlier", 1, "ann@login", 3600.0)
+        key = RequestKeys("job7").request(request.id)
+        store.set(key, Seal(None, "job7").sign(key, encode_request(request)))
         nodes = start_nodes(job, "a", "--nnodes", "1", *flags)
         reports = job.wait_for_world(1)
         wait_for_steps(job)

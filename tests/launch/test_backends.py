@@ -123,7 +123,7 @@ def test_backend_may_return_a_rendezvous_handler(site_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("backend", "code", "message"),
     [
-        ("user_backends:open_store", 4, "the store holds no job 'job'"),
+        ("user_backends:open_store", 4, "holds no job 'job'"),
         (
             "user_backends:open_handler",
             4,
@@ -135,8 +135,7 @@ def test_backend_may_return_a_rendezvous_handler(site_dir: Path) -> None:
 def test_status_accepts_the_backend_of_a_user(
     site_dir: Path, capsys: pytest.CaptureFixture[str], backend: str, code: int, message: str
 ) -> None:
-    endpoint = str(site_dir / "rendezvous")
-    assert main(["status", "--rdzv-backend", backend, "--rdzv-id", "job", endpoint]) == code
+    assert main(["status", f"{backend}://{site_dir}/rendezvous/job"]) == code
     assert message in capsys.readouterr().err
 
 

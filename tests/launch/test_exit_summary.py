@@ -23,7 +23,7 @@ pytestmark = pytest.mark.faults
 
 @pytest.mark.parametrize(
     ("endpoint", "hint"),
-    [("n1", ' (from other machines: "elasticlib status n1:29400")'), ("127.0.0.1:7", "")],
+    [("n1", ' (from other machines: "elasticlib status tcp://n1:29400/j")'), ("127.0.0.1:7", "")],
 )
 def test_multi_node_run_prints_the_status_command_for_other_machines(
     endpoint: str, hint: str

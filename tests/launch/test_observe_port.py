@@ -96,7 +96,7 @@ def test_metrics_and_status_follow_a_restart(job: Job) -> None:
     )
     status = read_status()
     assert status.keys() == FIELDS.keys()
-    assert (status["version"], status["state"]) == (3, "RUNNING")
+    assert (status["version"], status["state"]) == (4, "RUNNING")
     (node,) = status["nodes"]
     assert (node["healthy"], node["health_message"], node["pid"]) == (True, "RUNNING", agent.pid)
     job.finish()

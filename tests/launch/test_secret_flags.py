@@ -14,7 +14,6 @@ from ports import free_port
 from elasticlib.errors import ConfigError
 from elasticlib.launch.endpoints import read_secret
 from elasticlib.launch.launch_config import LaunchConfig
-from elasticlib.launch.rendezvous_setup import open_rendezvous
 
 VARIABLE = "ELASTICLIB_SECRET"
 SECRET = b"sixteen or more bytes"
@@ -63,23 +62,13 @@ def test_missing_file_empty_variable_and_two_sources_are_rejected_by_name(tmp_pa
     assert "same" not in str(raised.value)
 
 
-def test_secret_file_with_another_store_is_rejected_by_name() -> None:
-    settings = {"rdzv_endpoint": "folder", "run_id": "job", "rdzv_backend": "file"}
-    with pytest.raises(
-        ConfigError, match="secret_file applies only to the TCP store, not to the file"
-    ):
-        LaunchConfig(**settings, rdzv_configs={"secret_file": "path"})  # type: ignore[arg-type]
+def test_a_secret_file_is_accepted_with_any_store(tmp_path: Path) -> None:
+    """Requests of operators are signed with it, also where the store itself does not check it."""
+    settings = {"rdzv_endpoint": str(tmp_path), "run_id": "job", "rdzv_backend": "file"}
+    config = LaunchConfig(**settings, rdzv_configs={"secret_file": "path"})  # type: ignore[arg-type]
+    assert config.options.secret_file == "path"
     with pytest.raises(ConfigError, match="secret_file must be the path of a file"):
         LaunchConfig(rdzv_configs={"secret_file": ""})
-
-
-def test_secret_that_the_backend_does_not_use_gets_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    directory = str(tmp_path / "store")
-    config = LaunchConfig(rdzv_backend="file", rdzv_endpoint=directory, run_id="job")
-    open_rendezvous(config, b"open sesame, please").close()
-    assert "ignoring the secret: the file backend does not use it" in caplog.text
 
 
 @pytest.mark.faults

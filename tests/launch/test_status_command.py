@@ -22,7 +22,6 @@ from elasticlib.launch import status_command
 from elasticlib.launch.cli import main
 from elasticlib.launch.cli_output import CLEAR_SCREEN
 from elasticlib.launch.status_command import JobStatusReader, _watch
-from elasticlib.observe.aggregate import NodeStatus
 from elasticlib.observe.event import encode
 from elasticlib.observe.formatting import NOT_JOINED_TEXT
 from elasticlib.observe.history import JobState
@@ -34,15 +33,12 @@ from elasticlib.observe.job_status import (
     NodeEntry,
     status_of,
 )
-from elasticlib.observe.node_status import NodeReport, observer_prefix
-from elasticlib.observe.node_status import encode as encode_status
 from elasticlib.observe.runs import RunRegistration
-from elasticlib.observe.stack_query import MAX_QUERY_BYTES, StackQuery, encode_query
+from elasticlib.observe.summary import NodeSummary, StatusKeys, encode_summary
 from elasticlib.rendezvous.membership import NodeRecord
 from elasticlib.rendezvous.store_layout import StoreKeys
 from elasticlib.rendezvous.store_layout import encode as encode_node
 from elasticlib.stores.file_store import FileStore
-from elasticlib.workers.output_plan import MAX_NAMED_RANKS, parse_ranks
 
 GENERATION = {"node_rank": 0, "node_count": 1, "world_size": 1, "restarts": 0, "max_restarts": 2}
 
@@ -165,7 +161,7 @@ def test_run_whose_node_has_not_joined_yet_is_shown_as_starting(
             f"elasticlib stop: no node of run 'job' is alive: {NOT_JOINED_TEXT}\n"
         )
         store = str(tmp_path / "store")
-        assert main(["status", store, "--rdzv-backend", "file"]) == 4
+        assert main(["status", f"file:{store}/"]) == 4
         assert capsys.readouterr().err == (
             f"elasticlib status: the store at {store} holds no job: {NOT_JOINED_TEXT}\n"
         )
@@ -191,9 +187,9 @@ def test_reader_waits_until_an_old_status_is_renewed_or_its_lease_expires(
 
     def publish(generation: int) -> None:
         # The clock of the node is an hour slow.
-        status = NodeStatus("job", "n1", state=JobState.RUNNING, generation=generation)
-        data = encode_status(NodeReport(status, 1.0, 2.0), wall() - 3600.0)
-        node_store.set(f"{observer_prefix('job', 'status')}n1", data, ttl=60.0)
+        summary = NodeSummary(JobState.RUNNING, generation, written_at=wall() - 3600.0)
+        key = f"{StatusKeys('job').summaries}n1"
+        node_store.set(key, encode_summary(summary), ttl=60.0)
 
     def read_reporting(lease_ttl: float) -> list[bool]:
         node_store.set(keys.node("n1"), encode_node(node), ttl=lease_ttl)
@@ -221,10 +217,6 @@ def test_reader_waits_until_an_old_status_is_renewed_or_its_lease_expires(
         ("--rdzv-conf join_timeout=5,colour=red", "unknown --rdzv-conf key 'colour'"),
         ("--rdzv-conf join_timeout=5,join_timeout=6", "must have each key once"),
         ("--rdzv-conf cacert=x", "cacert applies only to --rdzv-backend etcd, not to tcp"),
-        (
-            "--rdzv-conf cacert=x --rdzv-backend file",
-            "applies only to --rdzv-backend etcd, not to file",
-        ),
         ("--rdzv-conf secret_file=", "--rdzv-conf must be k=v,k=v"),
     ],
 )
@@ -334,12 +326,6 @@ def test_invalid_ranks_are_rejected(
         main(["stacks", "-r", ranks])
     assert exit_info.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_maximum_number_of_ranks_fits_into_a_stack_query() -> None:
-    ranks = parse_ranks("90000-99999")
-    assert len(ranks) == MAX_NAMED_RANKS
-    assert len(encode_query(StackQuery(10**9, ranks))) <= MAX_QUERY_BYTES
 
 
 def test_help_describes_every_exit_code_and_every_key(

@@ -20,7 +20,13 @@ from elasticlib.rendezvous.membership import (
     form_generation,
 )
 from elasticlib.rendezvous.rank_assignment import shard_members
-from elasticlib.rendezvous.store_layout import StoreKeys, encode, encode_shard, encode_state
+from elasticlib.rendezvous.store_layout import (
+    JOBS_PREFIX,
+    StoreKeys,
+    encode,
+    encode_shard,
+    encode_state,
+)
 from elasticlib.stores.file_store import FileStore
 from elasticlib.stores.interface import Store
 
@@ -39,16 +45,20 @@ def write_job(store: Store, run_id: str, *, ended_hours_ago: float | None) -> St
     for node in NODES:
         store.set(keys.finished(job.membership_id, node.id), b"")
     store.set(keys.leader_status, b"{}")
+    store.set(keys.job_name, b"")
+    store.set(f"{keys.observers}answer/0123456789abcdef/id0", b"left")
     store.set(keys.state, encode_state(job))
     return keys
 
 
 def run_ids(store: Store) -> set[str]:
-    return {entry.key.partition("/")[0] for entry in store.list("").entries}
+    """Return the jobs of which the store has any key."""
+    names = (e.key.removeprefix(JOBS_PREFIX).removeprefix("?") for e in store.list("").entries)
+    return {name.partition("/")[0] for name in names}
 
 
-def clean(directory: Path, *flags: str) -> int:
-    return main(["store", "clean", str(directory), "--rdzv-backend", "file", *flags])
+def clean(directory: Path, *flags: str, run_id: str = "") -> int:
+    return main(["store", "clean", f"file:{directory}/{run_id}", *flags])
 
 
 def test_all_keys_of_ended_jobs_are_deleted_and_those_of_other_jobs_stay(
@@ -74,9 +84,9 @@ def test_all_keys_of_ended_jobs_are_deleted_and_those_of_other_jobs_stay(
         assert run_ids(store) == {
             *("recent", "without-nodes", "a-node-is-alive", "has-a-leader", "of-another-version")
         }
-        assert clean(tmp_path, "--min-age", "1", "--rdzv-id", "other") == 0
+        assert clean(tmp_path, "--min-age", "1", run_id="other") == 0
         assert "recent" in run_ids(store)
-        assert clean(tmp_path, "--min-age", "1", "--rdzv-id", "recent") == 0
+        assert clean(tmp_path, "--min-age", "1", run_id="recent") == 0
         assert "recent" not in run_ids(store)
 
 
@@ -87,6 +97,7 @@ def test_a_run_that_uses_the_id_again_keeps_its_state(tmp_path: Path) -> None:
         new = store.set(keys.state, encode_state(Membership(RendezvousSettings(1, 3), "new run")))
         assert not delete_job(store, ended)
         assert [entry.version for entry in store.list("").entries] == [new.version]
+        assert not store.list("?").entries
 
 
 def test_invalid_arguments_are_errors_that_name_the_value(

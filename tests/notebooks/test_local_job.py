@@ -42,9 +42,9 @@ def pids(job: LocalJob) -> list[int]:
     """Return the pids of all workers and agents."""
     status = job.status()
     assert status is not None
-    nodes = [node.status for node in status.nodes if node.status is not None]
-    workers = [int(worker.name.removeprefix("pid ")) for node in nodes for worker in node.workers]
-    return [*workers, *(node.pid for node in nodes)]
+    workers = [worker for node in status.nodes for worker in node.workers or ()]
+    agents = [node.summary.pid for node in status.nodes if node.summary is not None]
+    return [*(int(worker.name.removeprefix("pid ")) for worker in workers), *agents]
 
 
 def test_history_contains_the_failure_and_the_resizes_of_a_job(
@@ -102,7 +102,7 @@ def test_job_that_is_not_closed_ends_with_its_interpreter(tmp_path: Path) -> Non
         f"job = LocalJob(script={PROGRAM!r})\n"
         "job.start_node('first', 1)\n"
         "job.wait_for_step(1)\n"
-        "print(job.status().nodes[0].status.pid, job.dir)\n"
+        "print(job.status().nodes[0].summary.pid, job.dir)\n"
     )
     notebooks = str(Path(local_job.__file__).parent)
     path = os.pathsep.join((WITHOUT_TORCH, notebooks))

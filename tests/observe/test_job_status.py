@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 
 import attrs
 import pytest
@@ -31,8 +32,14 @@ from elasticlib.observe.job_status import (
     result_of,
     status_of,
 )
-from elasticlib.observe.node_status import NodeReport
-from elasticlib.observe.stack_query import JobStacks, NodeStacks, group_stacks, stack_lines
+from elasticlib.observe.summary import (
+    AgedSummary,
+    NodeDetail,
+    NodeReport,
+    NodeSummary,
+    detail_of,
+    summarize,
+)
 from elasticlib.rendezvous.bad_nodes import ExcludedHost
 from elasticlib.rendezvous.blame import Evidence, FailureKind, Verdict
 from elasticlib.rendezvous.membership import (
@@ -45,6 +52,7 @@ from elasticlib.rendezvous.membership import (
     end_generation,
     form_generation,
 )
+from elasticlib.rendezvous.overview import JobOverview, SeenNode
 
 NODES = tuple(NodeRecord(f"id{n}", f"h{n}", "", 2) for n in range(3))
 FORMED = form_generation(
@@ -53,8 +61,8 @@ FORMED = form_generation(
 S = JobState
 
 
-def make_report(node: NodeRecord, state: JobState = S.RUNNING, seconds: float = 1.0) -> NodeReport:
-    """Return the report of a node with two workers."""
+def make_status(node: NodeRecord, state: JobState = S.RUNNING) -> NodeStatus:
+    """Return the status of a node with two workers."""
     rank = NODES.index(node)
     workers = (
         WorkerStatus(
@@ -75,18 +83,44 @@ def make_report(node: NodeRecord, state: JobState = S.RUNNING, seconds: float = 
             seconds_since_heartbeat=0.25,
         ),
     )
-    status = NodeStatus("job", node.id, state=state, workers=workers)
-    return NodeReport(status, seconds, 9.0, age_seconds=0.5)
+    return NodeStatus("job", node.id, state=state, workers=workers)
+
+
+def seen(nodes: Sequence[NodeRecord]) -> tuple[SeenNode, ...]:
+    return tuple(SeenNode(node.id, node.host, node.slots, node.drain_reason) for node in nodes)
 
 
 def make_reading(document: Membership | None, *states: JobState, num_alive: int = 2) -> JobReading:
     """Return the content of a store in which the first nodes have reported these states."""
-    reports = {
-        node.id: make_report(node, state, 1.0 + n)
-        for n, (node, state) in enumerate(zip(NODES, states, strict=False))
+    statuses = [make_status(node, state) for node, state in zip(NODES, states, strict=False)]
+    summaries = {
+        status.node: AgedSummary(summarize(NodeReport(status, 1.0 + n, 9.0)), 0.5)
+        for n, status in enumerate(statuses)
     }
-    note = LeaderStatus("1 of 2 nodes are here")
-    return JobReading("job", document, NODES[:num_alive], note, reports)
+    job = JobOverview(None, (), seen(NODES[:num_alive]))
+    if document is not None:
+        job = attrs.evolve(job, state=document.state, members=seen(document.members))
+    return JobReading(
+        "job",
+        job,
+        LeaderStatus("1 of 2 nodes are here"),
+        summaries,
+        {status.node: detail_of(status) for status in statuses},
+    )
+
+
+def with_live_nodes(reading: JobReading, nodes: Sequence[NodeRecord]) -> JobReading:
+    return attrs.evolve(reading, job=attrs.evolve(reading.job, live_nodes=seen(nodes)))
+
+
+def with_summaries(
+    reading: JobReading, change: Callable[[NodeSummary], NodeSummary], age_s: float = 0.5
+) -> JobReading:
+    """Return the reading with changed summaries, which are this old."""
+    summaries = {
+        id: AgedSummary(change(found.summary), age_s) for id, found in reading.summaries.items()
+    }
+    return attrs.evolve(reading, summaries=summaries)
 
 
 def compute_status(reading: JobReading) -> JobStatus:
@@ -204,8 +238,8 @@ def test_status_names_each_excluded_host_and_the_reason() -> None:
 
 
 def test_document_of_one_node_has_the_same_keys() -> None:
-    report = attrs.evolve(
-        make_report(NODES[1]), loop_blocked_seconds=MAX_LOOP_BLOCKED_S + 1, age_seconds=None
+    report = NodeReport(
+        make_status(NODES[1]), 1.0, 9.0, loop_blocked_seconds=MAX_LOOP_BLOCKED_S + 1
     )
     document = json.loads(json.dumps(document_of_node(report)))
     assert set(document) == set(FIELDS)
@@ -217,8 +251,16 @@ def test_document_of_one_node_has_the_same_keys() -> None:
     assert node["health_message"] == "the agent's event loop has been blocked for 16.0 s"
 
 
+def test_the_whole_reason_of_a_node_is_that_of_its_details() -> None:
+    reading = make_reading(FORMED, S.DRAINING, S.RUNNING)
+    cut = with_summaries(reading, lambda summary: attrs.evolve(summary, reason="too lo"))
+    details = {"id0": NodeDetail(0, "too long for a summary")}
+    assert compute_status(attrs.evolve(cut, details=details)).reason == "too long for a summary"
+    assert compute_status(attrs.evolve(cut, details={})).reason == "too lo"
+
+
 def test_old_statuses_that_are_not_renewed_do_not_count_as_reporting() -> None:
-    reading = with_report_ages(make_reading(FORMED, S.RUNNING, S.RUNNING), 3600.0)
+    reading = with_summaries(make_reading(FORMED, S.RUNNING, S.RUNNING), lambda s: s, 3600.0)
     status = compute_status(reading)
     assert (status.state, exit_code(status)) == (S.RUNNING, 0)
     assert as_document(status)["source"] == "nodes"
@@ -230,24 +272,16 @@ def test_old_statuses_that_are_not_renewed_do_not_count_as_reporting() -> None:
     assert [node["reporting"] for node in document["nodes"]] == [False, False]
 
 
-def with_report_ages(reading: JobReading, age_s: float) -> JobReading:
-    """Return the reading with reports that are this old."""
-    reports = {
-        id: attrs.evolve(report, age_seconds=age_s) for id, report in reading.reports.items()
-    }
-    return attrs.evolve(reading, reports=reports)
-
-
 def test_time_since_a_heartbeat_includes_the_age_of_the_status() -> None:
     reading = make_reading(FORMED, S.RUNNING, S.RUNNING, num_alive=1)
-    reading = with_report_ages(reading, 7.0)
+    reading = with_summaries(reading, lambda summary: summary, 7.0)
     status = compute_status(reading)
     assert [row[5:8] for row in node_table(status)[1]] == [
         ("10 to 11", "4 to 5", "7.5 s"),
         ("-", "-", "-"),
     ]
     assert [row[5] for row in rank_table(status)[1]] == ["7.5 s", "7.2 s"]
-    status = compute_status(attrs.evolve(reading, alive_nodes=()))
+    status = compute_status(with_live_nodes(reading, ()))
     assert (status.step, status.steps_per_second) == (10, None)
 
 
@@ -255,28 +289,24 @@ def test_last_status_of_a_lost_member_does_not_affect_the_job() -> None:
     reading = make_reading(FORMED, S.RUNNING, S.RESTARTING, num_alive=1)
     status = compute_status(reading)
     assert (status.state, status.step, status.checkpoint_step) == (S.RUNNING, 10, 8)
-    status = compute_status(attrs.evolve(reading, alive_nodes=NODES[1:2]))
+    status = compute_status(with_live_nodes(reading, NODES[1:2]))
     assert (status.state, status.step) == (S.RESTARTING, 11)
 
 
 def test_headline_marks_snapshots_of_killed_agents_as_lost() -> None:
     reading = make_reading(FORMED, S.RUNNING, S.RUNNING, num_alive=0)
-    reports = {
-        id: attrs.evolve(report, status=attrs.evolve(report.status, snapshot_step=40))
-        for id, report in reading.reports.items()
-    }
+    reading = with_summaries(reading, lambda summary: attrs.evolve(summary, snapshot_step=40))
     for alive_nodes, suffix in ((NODES[:2], ""), ((), " (lost with its agents)")):
-        status = compute_status(attrs.evolve(reading, alive_nodes=alive_nodes, reports=reports))
+        status = compute_status(with_live_nodes(reading, alive_nodes))
         (line,) = [line for line in headline(status) if "snapshot" in line]
         assert line.endswith(f"checkpoint 8, snapshot 40{suffix}")
 
 
 def test_last_status_of_a_suspended_node_is_shown_with_its_age() -> None:
-    old_report = attrs.evolve(make_report(NODES[0]), age_seconds=40.0)
     for num_alive, state in ((2, "RUNNING"), (0, "gone")):
         reading = make_reading(FORMED, S.RUNNING, S.RUNNING, num_alive=num_alive)
-        reports = {**reading.reports, "id0": old_report}
-        status = compute_status(attrs.evolve(reading, reports=reports))
+        old = attrs.evolve(reading.summaries["id0"], age_s=40.0)
+        status = compute_status(attrs.evolve(reading, summaries={**reading.summaries, "id0": old}))
         assert [node.state_text for node in status.nodes] == [state] * 2
         assert [row[3] for row in node_table(status)[1]] == ["40 s", "0.50 s"]
         assert (status.step, as_document(status)["nodes"][0]["age_seconds"]) == (10, 40.0)
@@ -303,11 +333,16 @@ def make_large_job() -> JobStatus:
     """Return the status of 1,000 nodes: two publish none, and one has no recent heartbeat."""
 
     def make_entry(n: int) -> NodeEntry:
-        silence_s = 30.0 if n == 500 else 0.1
-        worker = WorkerStatus(n, 0, "pid 1", step=100 + n % 2, seconds_since_heartbeat=silence_s)
-        status = NodeStatus("job", f"n{n}", state=S.RUNNING, workers=(worker,))
-        report = None if n in (7, 8) else NodeReport(status, 1.0, 1.0, age_seconds=0.5)
-        return NodeEntry(f"n{n}", f"h{n}", n, 1, alive=True, report=report)
+        summary = NodeSummary(
+            S.RUNNING,
+            num_workers=1,
+            first_rank=n,
+            step=100 + n % 2,
+            last_step=100 + n % 2,
+            silence_s=30.0 if n == 500 else 0.1,
+        )
+        found = None if n in (7, 8) else summary
+        return NodeEntry(f"n{n}", f"h{n}", n, 1, alive=True, summary=found, age_s=0.5)
 
     return JobStatus("job", S.RUNNING, nodes=tuple(make_entry(n) for n in range(1000)))
 
@@ -320,25 +355,6 @@ def test_table_of_a_thousand_nodes_fits_on_a_screen_and_shows_unusual_nodes() ->
     assert lines[-1].startswith("4-6, 9-499, 501-999  993 others  RUNNING")
     assert "100 to 101" in lines[-1]
     assert rank_table(make_large_job())[1] == []
-
-
-STACK = 'Stack (most recent call first):\n  File "train.py", line 9 in step\n'
-
-
-def test_equal_stacks_are_shown_once_and_rare_ones_first() -> None:
-    internal = '  File "/here/elasticlib/workers/run_program.py", line 60 in run\n'
-    texts = {0: STACK, 1: STACK + internal, 2: STACK.replace("line 9", "line 7"), 3: STACK}
-    assert [group.ranks for group in group_stacks(texts)] == [(2,), (0, 1, 3)]
-    assert "elasticlib" not in group_stacks(texts)[1].text
-
-
-def test_ranks_and_nodes_without_stacks_are_named() -> None:
-    stacks = NodeStacks({0: STACK}, unresponsive_ranks=(1,), unsupported={4: "pid 9"})
-    text = "\n".join(stack_lines(JobStacks(NODES[:2], {"id0": stacks}), frozenset({0, 1, 6})))
-    assert "h0: rank 1 returned no stack within 1 s" in text
-    assert "h0: rank 4 (pid 9) is not a Python process started by elasticlib" in text
-    assert "h1: no response" in text
-    assert "no node that answered has a worker of rank 6" in text
 
 
 def test_only_members_contribute_to_the_step_and_the_rate_of_a_job() -> None:
@@ -358,8 +374,13 @@ def test_only_members_contribute_to_the_step_and_the_rate_of_a_job() -> None:
         snapshot_step=100,
     )
     reading = make_reading(FORMED, S.RUNNING, S.RUNNING, num_alive=3)
-    reports = {**reading.reports, "id2": NodeReport(spare, 60.0, 90.0)}
-    status = compute_status(attrs.evolve(reading, reports=reports))
+    found = AgedSummary(summarize(NodeReport(spare, 60.0, 90.0)), 0.5)
+    reading = attrs.evolve(
+        reading,
+        summaries={**reading.summaries, "id2": found},
+        details={**reading.details, "id2": detail_of(spare)},
+    )
+    status = compute_status(reading)
     assert (status.step, status.steps_per_second) == (10, 4.0)
     assert (status.snapshot_step, status.checkpoint_step) == (None, 90)
     assert status.nodes[2].rank is None

@@ -26,6 +26,7 @@ from elasticlib.errors import (
 from elasticlib.rendezvous.handler import DynamicRendezvousHandler, StaticRendezvousHandler
 from elasticlib.rendezvous.interface import ChangeKind, Report, ReportKind
 from elasticlib.rendezvous.membership import Node, RendezvousSettings, RendezvousTimeouts
+from elasticlib.rendezvous.node import RendezvousNode
 from elasticlib.rendezvous.store_layout import FORMAT, StoreKeys
 from elasticlib.stores.interface import CancelWatch, Listing, WatchResult
 from elasticlib.stores.memory_store import MemoryStore
@@ -72,14 +73,13 @@ def test_a_wait_for_other_nodes_is_logged_and_a_failed_job_is_not(
 def wait_for_iterations(*handlers: DynamicRendezvousHandler, count: int = 3) -> None:
     """Wait until the thread of each handler has run `count` more iterations of its loop."""
     for handler in handlers:
-        calls: list[None] = []
+        node, refreshes = handler.membership(slots=handler.node.slots).node, set[float | None]()
 
-        def task(calls: list[None] = calls) -> float:
-            calls.append(None)
-            return TIMEOUTS.keep_alive_interval
+        def iterations(node: RendezvousNode = node, seen: set[float | None] = refreshes) -> bool:
+            seen.add(node.last_refresh_at)
+            return len(seen) > count
 
-        handler.add_task(task)
-        wait_until(f"{count} more iterations", lambda calls=calls: len(calls) > count)
+        wait_until(f"{count} more iterations", iterations)
 
 
 def test_a_node_keeps_its_lease_during_a_slow_name_resolution(cluster: HandlerCluster) -> None:
@@ -352,31 +352,3 @@ with MemoryStore() as store:
 def test_prepare_imports_the_modules_of_the_bootstrap_store() -> None:
     process = subprocess.run((sys.executable, "-c", PREPARE), capture_output=True, timeout=120)
     assert process.stdout == b"True\n", process.stderr.decode()
-
-
-def test_a_task_is_called_between_the_steps_of_the_rendezvous_until_the_node_leaves(
-    cluster: HandlerCluster,
-) -> None:
-    handler = cluster.handler("a", RendezvousSettings(1, 1))
-    names: list[str] = []
-
-    def task() -> float:
-        names.append(threading.current_thread().name)
-        return 600.0
-
-    request = handler.add_task(task)
-    # The task runs although the node has not read the job, and does not prevent a join.
-    wait_until("the first call of the task", lambda: len(names) == 1)
-    assert handler.membership(slots=handler.node.slots).node.snapshot is None
-    assert cluster.join(handler).result(60.0).generation == 1
-    for number in (1, 2):
-        request()
-        wait_until("another call of the task", lambda number=number: len(names) > number)
-    calls: list[int] = []
-    handler.add_task(lambda: calls.append(1) or 0.01)  # type: ignore[func-returns-value]
-    wait_until("several calls of the second task", lambda: len(calls) > 3)
-    handler.shutdown()
-    count = len(names), len(calls)
-    request()
-    assert (len(names), len(calls)) == count
-    assert set(names) == {"rendezvous"}

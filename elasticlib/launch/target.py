@@ -1,6 +1,11 @@
-"""Finds the run that a command names: by its record on this machine, or by its store's endpoint.
+"""Finds the run that a command names: by its store and its job id, or by its record here.
 
-A reader authenticates to the store as a node does, so a reader without the secret learns nothing.
+The name of a run is `BACKEND://ENDPOINT/JOB` for any machine, such as `tcp://node0:29400/job7`,
+`file:/shared/dir/job7` or `etcd://h1,h2/job7`; or its id, on a machine that has a record of it. An
+id in the first form is quoted as in a URL. A name that ends with the endpoint, or with `/` after
+it, means the only job there.
+
+A reader authenticates to a TCP store as a node does, so a reader without the secret learns nothing.
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from urllib.parse import quote, unquote
 
 import attrs
 
@@ -25,9 +31,10 @@ from ..errors import (
 from ..observe.event import Event
 from ..observe.event_kinds import RunStarted
 from ..observe.formatting import NOT_JOINED_TEXT
-from ..observe.job_status import JobStatus, jobs_in, result_of
+from ..observe.job_status import JobStatus, result_of
 from ..observe.journal import EventFile
 from ..observe.runs import AliveAgents, find_runs, last_event
+from ..rendezvous.overview import has_leader, jobs_in
 from ..stores.file_store import FileStore
 from ..stores.interface import Store
 from ..stores.tcp_client import TcpStore
@@ -36,11 +43,11 @@ from .addresses import resolve
 from .backends import check_backend, check_etcd_keys, read_etcd_config
 from .cli_output import argument_type
 from .endpoints import read_secret, split_endpoints
-from .flags import BUILTIN_BACKENDS, ETCD_BACKENDS, SettingError
-from .launch_config import TCP_BACKENDS, LaunchConfig
+from .flags import BUILTIN_BACKENDS, ETCD_BACKENDS
 from .rendezvous_options import read_options, read_pairs
 
 MAX_TIMEOUT_S = 30.0
+TCP_BACKENDS = ("tcp", "c10d", "static")  # the backends that use a TCP store
 
 
 @attrs.frozen
@@ -54,6 +61,47 @@ class RunTarget:
     records: tuple[Path, ...] = ()  # the run's event files on this machine
 
 
+@attrs.frozen
+class OpenRun:
+    """A run whose store is open."""
+
+    store: Store
+    run_id: str
+    secret: bytes | None  # of the job, as the operator has given it
+
+
+def run_name(backend: str, endpoint: str, run_id: str) -> str:
+    """Return the name by which commands find a run from any machine."""
+    colon = ":" if backend == "file" else "://"
+    return f"{backend}{colon}{endpoint}/{quote(run_id, safe='')}"
+
+
+def parse_name(text: str) -> RunTarget | None:
+    """Return what a name `BACKEND://ENDPOINT/JOB` or `file:DIR/JOB` says; None for another text.
+
+    Raises:
+        ConfigError: the backend is unknown, or the endpoint is missing.
+    """
+    backend, colon, rest = text.partition("://")
+    if text.startswith("file:"):
+        backend, colon, rest = "file", ":", text.removeprefix("file:").removeprefix("//")
+    if not colon:
+        return None
+    check_backend(backend)
+    endpoint, slash, job = rest.rpartition("/")
+    if not slash:
+        endpoint, job = rest, ""
+    if backend == "file" and slash:
+        endpoint = endpoint or "/"
+    if not endpoint:
+        raise ConfigError(
+            f"a run is named {run_name('tcp', 'HOST:PORT', 'JOB')}, "
+            f"{run_name('file', '/DIR', 'JOB')} or {run_name('etcd', 'HOST,HOST', 'JOB')}, "
+            f"got {text!r}"
+        )
+    return RunTarget(unquote(job), backend, endpoint)
+
+
 def add_target_arguments(
     parser: argparse.ArgumentParser, timeout: float, *, is_run_required: bool = False
 ) -> None:
@@ -64,27 +112,22 @@ def add_target_arguments(
         timeout: the default of --timeout in seconds.
         is_run_required: there is no default for the run.
     """
-    help_text = "id or directory of a run on this machine, or the HOST:PORT of its store"
+    help_text = (
+        "id or directory of a run on this machine; or its store and job id: tcp://HOST:PORT/JOB, "
+        "file:/DIR/JOB, etcd://HOST,HOST/JOB or package.module:function://ENDPOINT/JOB (without "
+        "JOB: the only job there); or HOST:PORT"
+    )
     if is_run_required:
-        parser.add_argument("named", metavar="RUN|ENDPOINT", help=help_text)
+        parser.add_argument("named", metavar="RUN", help=help_text)
     else:
         parser.add_argument(
             "named",
             nargs="?",
             default="",
-            metavar="RUN|ENDPOINT",
+            metavar="RUN",
             help=f"{help_text} (default: your newest running job, or the newest job if none is "
             "running)",
         )
-    parser.add_argument(
-        "--rdzv-id", default="", help="job id, if the store at ENDPOINT holds several jobs"
-    )
-    parser.add_argument(
-        "--rdzv-backend",
-        metavar="NAME",
-        help="rendezvous backend of the run; ENDPOINT is then its --rdzv-endpoint: "
-        f"{', '.join(BUILTIN_BACKENDS)} or package.module:function (default: tcp)",
-    )
     parser.add_argument(
         "--rdzv-conf", default="", metavar="K=V,...", help="options of the rendezvous backend"
     )
@@ -114,22 +157,20 @@ def find_target(args: argparse.Namespace) -> RunTarget:
     """Return the run that the arguments name.
 
     Raises:
-        ConfigError: the arguments contradict each other.
+        ConfigError: the name or the options are not valid.
         RunNotFoundError: this machine has no record of the run.
     """
     conf = read_pairs(args.rdzv_conf)
-    target = RunTarget(args.rdzv_id, args.rdzv_backend or "tcp", args.named, conf)
-    if args.rdzv_backend or args.rdzv_id:
-        if not args.named:
-            raise SettingError("{rdzv_id} and {rdzv_backend} require an ENDPOINT")
+    target = parse_name(args.named)
+    if target is not None:
+        target = attrs.evolve(target, conf=conf)
     else:
         try:
             target = _recorded_target(tuple(find_runs(args.named)), conf)
         except RunNotFoundError:
             if not _is_endpoint(args.named):
                 raise
-    if args.rdzv_backend:
-        check_backend(args.rdzv_backend)
+            target = RunTarget("", "tcp", args.named, conf)
     if target.backend in BUILTIN_BACKENDS:  # called for their errors
         check_etcd_keys(target.backend, conf)
         read_options(conf)
@@ -180,17 +221,18 @@ def _first_event(path: Path) -> Event | None:
 
 
 @contextlib.contextmanager
-def open_target(target: RunTarget, args: argparse.Namespace) -> Iterator[tuple[Store, str]]:
-    """Yield the store of the job and the job's id, and close the store at the end.
+def open_target(target: RunTarget, args: argparse.Namespace) -> Iterator[OpenRun]:
+    """Yield the run with its open store, and close the store at the end.
 
     Raises:
         StoreError: the store cannot be reached, or rejects this reader.
         ConfigError: the settings do not fit the store.
         RunNotFoundError: the store holds no job, or several.
     """
+    secret = _secret_of(target, args)
     store = open_store(target, args)
     try:
-        yield store, target.run_id or _find_only_job(store, target)
+        yield OpenRun(store, target.run_id or _find_only_job(store, target), secret)
     finally:
         with contextlib.suppress(StoreError):
             store.close()
@@ -199,8 +241,8 @@ def open_target(target: RunTarget, args: argparse.Namespace) -> Iterator[tuple[S
 @contextlib.contextmanager
 def open_running_target(
     target: RunTarget, args: argparse.Namespace, consequence: str
-) -> Iterator[tuple[Store, str]]:
-    """Yield the same values as `open_target`, for a command that needs a running job.
+) -> Iterator[OpenRun]:
+    """Yield the same value as `open_target`, for a command that needs a running job.
 
     Args:
         target: the run.
@@ -222,6 +264,12 @@ def open_running_target(
         ) from error
 
 
+def _secret_of(target: RunTarget, args: argparse.Namespace) -> bytes | None:
+    path = args.secret_file or target.conf.get("secret_file")
+    label = "--secret-file" if args.secret_file else "secret_file of the run's --rdzv-conf"
+    return read_secret(os.environ, path, label)
+
+
 def open_store(target: RunTarget, args: argparse.Namespace) -> Store:
     """Return the store of a run. The caller closes it.
 
@@ -238,10 +286,9 @@ def open_store(target: RunTarget, args: argparse.Namespace) -> Store:
     if target.backend in ETCD_BACKENDS:
         return read_etcd_config(target.endpoint, target.conf).open(args.timeout)
     if target.backend in TCP_BACKENDS:
-        path = args.secret_file or target.conf.get("secret_file")
-        label = "--secret-file" if args.secret_file else "secret_file of the run's --rdzv-conf"
-        return _open_tcp(target, read_secret(os.environ, path, label), args.timeout)
+        return _open_tcp(target, _secret_of(target, args), args.timeout)
     # Imported here, because most jobs use a built-in backend.
+    from .launch_config import LaunchConfig
     from .rendezvous_setup import open_store_for_reading
 
     config = LaunchConfig(
@@ -270,7 +317,7 @@ def _open_tcp(target: RunTarget, secret: bytes | None, timeout: float) -> Store:
             continue
         return store
     if not target.records and (isinstance(error, StoreTimeoutError) or NOT_A_STORE in str(error)):
-        hint = "if this endpoint belongs to another backend, pass --rdzv-backend"
+        hint = "if this endpoint belongs to another backend, name it: BACKEND://ENDPOINT/JOB"
         raise type(error)(f"{error}; {hint}")
     raise error
 
@@ -281,15 +328,17 @@ def _find_only_job(store: Store, target: RunTarget) -> str:
     Raises:
         RunNotFoundError: there is no job, or several.
     """
-    jobs, alive = jobs_in(store)
+    jobs = jobs_in(store)
+    if not jobs:
+        raise RunNotFoundError(f"the store at {target.endpoint} holds no job: {NOT_JOINED_TEXT}")
+    alive = [job for job in jobs if has_leader(store, job)] if len(jobs) > 1 else jobs
     candidates = alive or jobs
     if len(candidates) == 1:
         return candidates[0]
-    if not candidates:
-        raise RunNotFoundError(f"the store at {target.endpoint} holds no job: {NOT_JOINED_TEXT}")
     names = ", ".join(candidates)
+    example = run_name(target.backend, target.endpoint, candidates[0])
     raise RunNotFoundError(
-        f"the store at {target.endpoint} holds several jobs: {names}; choose one with --rdzv-id"
+        f"the store at {target.endpoint} holds several jobs: {names}; name one, such as {example}"
     )
 
 

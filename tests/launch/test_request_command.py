@@ -1,4 +1,4 @@
-"""The commands `elasticlib drain`, `stop` and `restart`: output, exit codes and errors."""
+"""The commands `elasticlib drain`, `stop`, `restart` and `stacks`: output, exit codes, errors."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import getpass
 import json
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,10 +14,12 @@ import pytest
 from made_events import make_event
 
 from elasticlib.clock import wall
+from elasticlib.errors import StoreError
 from elasticlib.launch.cli import main
-from elasticlib.launch.control_command import operator
-from elasticlib.observe.control import ControlRequest, ControlResponder, NodeActivity
+from elasticlib.launch.request_command import operator
 from elasticlib.observe.event import encode
+from elasticlib.observe.requests import Request, RequestKind, Responder
+from elasticlib.observe.stacks import NodeStacks, encode_stacks
 from elasticlib.rendezvous.membership import (
     Membership,
     NodeRecord,
@@ -26,41 +29,76 @@ from elasticlib.rendezvous.membership import (
 from elasticlib.rendezvous.rank_assignment import shard_members
 from elasticlib.rendezvous.store_layout import StoreKeys, encode_shard, encode_state
 from elasticlib.rendezvous.store_layout import encode as encode_node
+from elasticlib.stores.file_store import FileStore
+from elasticlib.stores.interface import Store
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_server import TcpStoreServer
 
 NODES = tuple(NodeRecord(f"id{n}", f"host{n}", "", 1) for n in range(3))
-ACTIVITY = NodeActivity(generation=1, num_workers=1, is_training=True)
 SECRET = b"known to both sides"
 
 
 class RunningJob:
-    """A job of three nodes in a TCP store, whose agents only note their requests."""
+    """A job of three nodes, whose agents only note their requests.
 
-    def __init__(self, stack: contextlib.ExitStack, secret: bytes | None) -> None:
-        server = stack.enter_context(TcpStoreServer("127.0.0.1", 0, secret=secret))
-        self.endpoint = server.address
-        self.requests: dict[str, list[ControlRequest]] = {node.id: [] for node in NODES}
-        self._stack = stack
-        self._store = stack.enter_context(
-            TcpStore(server.host, server.port, job="job", secret=secret)
-        )
+    Args:
+        stack: closes the job.
+        secret: the secret of the job.
+        directory: the directory of its store; by default the store is a TCP server.
+    """
+
+    def __init__(
+        self, stack: contextlib.ExitStack, secret: bytes | None, directory: Path | None = None
+    ) -> None:
+        self.requests: dict[str, list[Request]] = {node.id: [] for node in NODES}
+        self._stack, self._secret = stack, secret
+        self._store: Store
+        if directory is None:
+            server = stack.enter_context(TcpStoreServer("127.0.0.1", 0, secret=secret))
+            self.endpoint, self.name = server.address, f"tcp://{server.address}/job"
+            self._store = TcpStore(server.host, server.port, job="job", secret=secret)
+        else:
+            self.endpoint, self.name = str(directory), f"file:{directory}/job"
+            self._store = FileStore(directory)
+        stack.callback(self._store.close)
         keys, waiting = StoreKeys("job"), Membership(RendezvousSettings(1, 3), "run")
         membership = form_generation(waiting, NODES, charged=False, nonce="m")
         for number, rows in shard_members(membership).items():
             self._store.set(keys.shard(membership.membership_id, number), encode_shard(rows))
         for node in NODES:
             self._store.set(keys.node(node.id), encode_node(node), ttl=60.0)
+        self._store.set(keys.job_name, b"")
         self._store.set(keys.state, encode_state(membership))
 
     def answer(self, *nodes: NodeRecord) -> None:
         """Let these nodes answer requests."""
+        ended = threading.Event()
+        self._stack.callback(ended.set)
         for node in nodes:
-            act = self.requests[node.id].append
-            responder = ControlResponder(
-                self._store, "job", node.id, lambda: ACTIVITY, act, host=node.host
-            )
-            self._stack.enter_context(responder)
+            thread = threading.Thread(target=self._serve, args=(node, ended), daemon=True)
+            thread.start()
+
+    def _serve(self, node: NodeRecord, ended: threading.Event) -> None:
+        def take(request: Request) -> None:
+            self.requests[node.id].append(request)
+            is_query = request.kind is RequestKind.STACKS
+            body = encode_stacks(NodeStacks({int(node.id[2:]): "here"})) if is_query else None
+            responder.reply(request.id, f"takes a {request.kind.value}", done=True, body=body)
+
+        responder = Responder(
+            self._store,
+            "job",
+            node.id,
+            node.host,
+            take,
+            read_incarnation=lambda: "run",
+            secret=self._secret,
+        )
+        with contextlib.suppress(StoreError):
+            while not ended.is_set():
+                version, _ = responder.poll()
+                responder.flush()
+                self._store.wait(responder.prefix, after=version, timeout=0.1)
 
 
 @pytest.fixture
@@ -74,9 +112,7 @@ def test_a_drain_prints_what_the_node_does(
 ) -> None:
     running.answer(*NODES)
     assert main(["drain", running.endpoint, "host1"]) == 0
-    assert capsys.readouterr().out == (
-        "host1 (rank 1): leaves the job once its 1 worker has stopped\n"
-    )
+    assert capsys.readouterr().out == "host1 (rank 1): takes a drain\n"
     (request,) = running.requests["id1"]
     assert request.by == f"{getpass.getuser()}@{socket.gethostname()}"
     assert not running.requests["id0"]
@@ -89,7 +125,7 @@ def test_all_nodes_get_the_request_and_the_answers_are_json(
     running.answer(*NODES)
     assert main([command, "--json", running.endpoint]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert (document["run"], document["action"], document["missing"]) == ("job", command, [])
+    assert (document["run"], document["kind"], document["missing"]) == ("job", command, [])
     assert {(answer["host"], answer["rank"]) for answer in document["answers"]} == {
         (f"host{n}", n) for n in range(3)
     }
@@ -186,4 +222,36 @@ def test_the_help_describes_the_exit_codes(capsys: pytest.CaptureFixture[str]) -
         with pytest.raises(SystemExit):
             main([command, "--help"])
         text = " ".join(capsys.readouterr().out.split())
-        assert "1 some did not, 2 invalid command line or unknown node, 4 the run is not" in text
+        assert "1 some did not or refused, 2 invalid command line or unknown node, 4" in text
+
+
+def test_stacks_are_printed_for_all_ranks(
+    running: RunningJob, capsys: pytest.CaptureFixture[str]
+) -> None:
+    running.answer(*NODES)
+    assert main(["stacks", running.name]) == 0
+    assert "ranks 0-2:\n  here" in capsys.readouterr().out
+    running.requests["id0"].clear()
+    assert main(["stacks", "--ranks", "0,2-3", running.name]) == 0
+    assert running.requests["id0"][0].payload == "0,2-3"
+    assert main(["stacks", "--ranks", ",".join(map(str, range(0, 20_000, 2))), running.name]) == 2
+    assert "payload must be printable, of at most" in capsys.readouterr().err
+
+
+def test_a_job_in_a_directory_is_controlled_only_with_its_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The store checks no secret here, so the nodes refuse the request themselves."""
+    monkeypatch.delenv("ELASTICLIB_SECRET", raising=False)
+    secret = tmp_path / "secret"
+    secret.write_bytes(SECRET)
+    with contextlib.ExitStack() as stack:
+        running = RunningJob(stack, SECRET, tmp_path / "store")
+        running.answer(*NODES)
+        assert main(["stop", running.name]) == 1
+        output = capsys.readouterr()
+        assert output.out.count("this job has a secret: set ELASTICLIB_SECRET to it") == 3
+        assert "the request was refused by host0 (rank 0), host1 (rank 1)" in output.err
+        assert not any(running.requests.values())
+        assert main(["stop", "--secret-file", str(secret), running.name]) == 0
+        assert all(running.requests.values())
