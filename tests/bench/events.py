@@ -35,6 +35,7 @@ from pathlib import Path
 import attrs
 from results import Row, Samples, run_command_line
 
+from elasticlib.observe.event_kinds import WorkerStarted
 from elasticlib.observe.journal import EVENTS_FILE, NodeJournal
 from elasticlib.testing.waiting import wait_until
 
@@ -58,7 +59,8 @@ while not (directory / "finish").exists():
 def time_record(journal: NodeJournal) -> float:
     """Return the seconds that one call of `record` takes."""
     started_at = time.perf_counter()
-    journal.record("worker.started", generation=1, rank=0, local_rank=0, name="pid 12345")
+    body = WorkerStarted(local_rank=0, name="pid 12345")
+    journal.record(body, generation=1, rank=0)
     return time.perf_counter() - started_at
 
 
