@@ -13,6 +13,7 @@ from pathlib import Path
 
 import attrs
 import pytest
+from elasticlib.launch.rendezvous_options import RendezvousOptions
 from pages import DOCS, read_page
 from test_guide_pages import COMMANDS, FLAGS, parse_command_line
 
@@ -23,9 +24,8 @@ from elasticlib import (
     RendezvousTimeouts,
     StopTimeouts,
 )
-from elasticlib.agent.hang_detector import HangLimits
 from elasticlib.launch import flags as flags_module
-from elasticlib.launch.rendezvous_options import RendezvousOptions
+from elasticlib.options import HangLimits
 
 ROOT = DOCS.parent
 PAGES = [

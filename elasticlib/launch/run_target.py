@@ -14,7 +14,8 @@ from pathlib import Path
 import attrs
 
 from ..clock import wall
-from ..endpoint import STORE_PORT, split_endpoint
+from ..constants import BUILTIN_BACKENDS, ETCD_BACKENDS, TCP_BACKENDS
+from ..endpoint import STORE_PORT, split_endpoint, split_endpoints
 from ..errors import (
     ConfigError,
     RunNotFoundError,
@@ -27,17 +28,16 @@ from ..observe.formatting import NOT_JOINED_TEXT
 from ..observe.job_status import JobStatus, jobs_in, result_of
 from ..observe.journal import EventFile
 from ..observe.runs import AliveAgents, find_runs, last_event
+from ..options import LaunchOptions, RendezvousOptions
 from ..stores.file_store import FileStore
 from ..stores.interface import Store
 from ..stores.tcp_client import TcpStore
 from ..stores.tcp_protocol import NOT_A_STORE
 from .addresses import resolve
-from .backends import check_backend, check_etcd_keys, read_etcd_config
+from .backends import conf_keys_of, read_etcd_config
 from .cli_output import argument_type
-from .endpoints import read_secret, split_endpoints
-from .flags import BUILTIN_BACKENDS, ETCD_BACKENDS, SettingError
-from .launch_config import TCP_BACKENDS, LaunchConfig
-from .rendezvous_options import read_options, read_pairs
+from .layers import read_conf, read_pairs
+from .secret import read_secret
 
 MAX_TIMEOUT_S = 30.0
 
@@ -120,19 +120,32 @@ def find_target(args: argparse.Namespace) -> RunTarget:
     target = RunTarget(args.rdzv_id, args.rdzv_backend or "tcp", args.named, conf)
     if args.rdzv_backend or args.rdzv_id:
         if not args.named:
-            raise SettingError("{rdzv_id} and {rdzv_backend} require an ENDPOINT")
+            raise ConfigError("--rdzv-id and --rdzv-backend require an ENDPOINT")
     else:
         try:
             target = _recorded_target(tuple(find_runs(args.named)), conf)
         except RunNotFoundError:
             if not _is_endpoint(args.named):
                 raise
-    if args.rdzv_backend:
-        check_backend(args.rdzv_backend)
-    if target.backend in BUILTIN_BACKENDS:  # called for their errors
-        check_etcd_keys(target.backend, conf)
-        read_options(conf)
+    if args.rdzv_backend or conf:  # made for the errors of the backend, its endpoint and its keys
+        _options_of(target)
     return target
+
+
+def _options_of(target: RunTarget) -> RendezvousOptions:
+    """Return the options with which a node finds the run.
+
+    Raises:
+        ConfigError: the backend or a key of --rdzv-conf is unknown.
+    """
+    values = read_conf(target.conf, others=conf_keys_of(target.backend))
+    return RendezvousOptions(
+        run_id=target.run_id,
+        backend=target.backend,
+        endpoint=target.endpoint,
+        conf=values["rendezvous.conf"],
+        node_rank=0,
+    )
 
 
 def _is_endpoint(text: str) -> bool:
@@ -242,13 +255,7 @@ def open_store(target: RunTarget, args: argparse.Namespace) -> Store:
     # Imported here, because most jobs use a built-in backend.
     from .rendezvous_setup import open_store_for_reading
 
-    config = LaunchConfig(
-        run_id=target.run_id or "none",
-        rdzv_backend=target.backend,
-        rdzv_endpoint=target.endpoint,
-        rdzv_configs=target.conf,
-    )
-    return open_store_for_reading(config, args.timeout)
+    return open_store_for_reading(LaunchOptions(rendezvous=_options_of(target)), args.timeout)
 
 
 def _open_tcp(target: RunTarget, secret: bytes | None, timeout: float) -> Store:

@@ -11,7 +11,7 @@ from single_worker_agent import OneWorker, Run, running
 
 from elasticlib import DynamicRendezvousHandler, MemoryStore, Node, WorkerState
 from elasticlib.errors import ConfigError
-from elasticlib.rendezvous.membership import RendezvousSettings, RendezvousTimeouts
+from elasticlib.options import RendezvousSettings, RendezvousTimeouts
 from elasticlib.rendezvous.node import RendezvousNode
 from elasticlib.rendezvous.store_layout import StoreKeys
 from elasticlib.testing.rendezvous_cluster import FakeBootstrapStore
@@ -43,7 +43,7 @@ class RecordingWorker(OneWorker):
     def start(self, group: WorkerGroup, on_exit: Callable[[WorkerExit, str], None]) -> None:
         self.history.append("start")
         super().start(group, on_exit)
-        self.groups.append((group.generation, group.group_world_size))
+        self.groups.append((group.info.generation, group.info.world_size))
 
     def stop(self, local_ranks: Collection[int], how: StopHow) -> None:
         self.history.append("stop")

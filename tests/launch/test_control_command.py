@@ -16,12 +16,8 @@ from elasticlib.launch.cli import main
 from elasticlib.launch.control_command import operator
 from elasticlib.observe.control import ControlRequest, ControlResponder, NodeActivity
 from elasticlib.observe.event import Event, encode
-from elasticlib.rendezvous.membership import (
-    Membership,
-    NodeRecord,
-    RendezvousSettings,
-    form_generation,
-)
+from elasticlib.options import RendezvousSettings
+from elasticlib.rendezvous.membership import Membership, NodeRecord, form_generation
 from elasticlib.rendezvous.rank_assignment import shard_members
 from elasticlib.rendezvous.store_layout import StoreKeys, encode_shard, encode_state
 from elasticlib.rendezvous.store_layout import encode as encode_node

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from single_worker_agent import OneWorker, SingleNodeHandler, running
 
-from elasticlib import Node, WorkerState, observe_node, read_history
+from elasticlib import LaunchOptions, Node, WorkerState, observe_node, read_history
 from elasticlib.errors import ConfigError
-from elasticlib.launch.launch_config import LaunchConfig
 from elasticlib.launch.observability import publish_status, stacks_of
 from elasticlib.launch.rendezvous_setup import open_rendezvous
 from elasticlib.observe.history import JobState
@@ -45,7 +44,7 @@ def test_only_the_stacks_of_the_requested_ranks_are_dumped() -> None:
 def test_node_publishes_the_age_of_its_last_contact_with_the_store() -> None:
     agent: Any = SimpleNamespace(view=dict, stalled_s=lambda: 0.0)
     with contextlib.ExitStack() as stack:
-        setup = open_rendezvous(LaunchConfig())
+        setup = open_rendezvous(LaunchOptions())
         stack.callback(setup.close)
         journal = stack.enter_context(contextlib.closing(NodeJournal(setup.run_id, setup.node_id)))
         setup.handler.next_rendezvous()

@@ -11,10 +11,10 @@ from jobs import Job, check_consistent_world
 from launch_commands import DUMP_ENVIRONMENT, SPAWN, run
 from ports import free_port
 
+from elasticlib import LaunchOptions, RendezvousOptions
 from elasticlib.errors import ConfigError
-from elasticlib.launch.endpoints import read_secret
-from elasticlib.launch.launch_config import LaunchConfig
 from elasticlib.launch.rendezvous_setup import open_rendezvous
+from elasticlib.launch.secret import read_secret
 
 VARIABLE = "ELASTICLIB_SECRET"
 SECRET = b"sixteen or more bytes"
@@ -64,21 +64,20 @@ def test_missing_file_empty_variable_and_two_sources_are_rejected_by_name(tmp_pa
 
 
 def test_secret_file_with_another_store_is_rejected_by_name() -> None:
-    settings = {"rdzv_endpoint": "folder", "run_id": "job", "rdzv_backend": "file"}
     with pytest.raises(
         ConfigError, match="secret_file applies only to the TCP store, not to the file"
     ):
-        LaunchConfig(**settings, rdzv_configs={"secret_file": "path"})  # type: ignore[arg-type]
+        RendezvousOptions(endpoint="folder", run_id="job", backend="file", secret_file="path")
     with pytest.raises(ConfigError, match="secret_file must be the path of a file"):
-        LaunchConfig(rdzv_configs={"secret_file": ""})
+        RendezvousOptions(secret_file="")
 
 
 def test_secret_that_the_backend_does_not_use_gets_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = str(tmp_path / "store")
-    config = LaunchConfig(rdzv_backend="file", rdzv_endpoint=directory, run_id="job")
-    open_rendezvous(config, b"open sesame, please").close()
+    rendezvous = RendezvousOptions(backend="file", endpoint=directory, run_id="job")
+    open_rendezvous(LaunchOptions(rendezvous=rendezvous), b"open sesame, please").close()
     assert "ignoring the secret: the file backend does not use it" in caplog.text
 
 

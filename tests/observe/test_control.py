@@ -37,12 +37,12 @@ from elasticlib.observe.control import (
     result_document,
     result_lines,
 )
+from elasticlib.options import RendezvousSettings
 from elasticlib.rendezvous.membership import (
     JobEnd,
     JobPhase,
     Membership,
     NodeRecord,
-    RendezvousSettings,
     end_job,
     form_generation,
 )

@@ -32,6 +32,7 @@ from elasticlib.observe.job_status import (
 )
 from elasticlib.observe.node_status import NodeReport
 from elasticlib.observe.stack_query import JobStacks, NodeStacks, group_stacks, stack_lines
+from elasticlib.options import RendezvousSettings
 from elasticlib.rendezvous.bad_nodes import ExcludedHost
 from elasticlib.rendezvous.blame import Evidence, FailureKind, Verdict
 from elasticlib.rendezvous.membership import (
@@ -39,7 +40,6 @@ from elasticlib.rendezvous.membership import (
     LeaderStatus,
     Membership,
     NodeRecord,
-    RendezvousSettings,
     begin_resize,
     end_generation,
     form_generation,

@@ -28,12 +28,8 @@ from elasticlib.observe.stack_query import (
     encode_query,
     encode_stacks,
 )
-from elasticlib.rendezvous.membership import (
-    Membership,
-    NodeRecord,
-    RendezvousSettings,
-    form_generation,
-)
+from elasticlib.options import RendezvousSettings
+from elasticlib.rendezvous.membership import Membership, NodeRecord, form_generation
 from elasticlib.rendezvous.rank_assignment import shard_members
 from elasticlib.rendezvous.store_layout import StoreKeys, encode, encode_shard, encode_state
 from elasticlib.stores.file_store import FileStore

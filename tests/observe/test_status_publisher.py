@@ -28,13 +28,9 @@ from elasticlib.observe.node_status import (
     encode,
     observer_prefix,
 )
+from elasticlib.options import RendezvousSettings
 from elasticlib.rendezvous.handler import DynamicRendezvousHandler
-from elasticlib.rendezvous.membership import (
-    Membership,
-    NodeRecord,
-    RendezvousSettings,
-    form_generation,
-)
+from elasticlib.rendezvous.membership import Membership, NodeRecord, form_generation
 from elasticlib.rendezvous.rank_assignment import shard_members
 from elasticlib.rendezvous.store_layout import StoreKeys, encode_shard, encode_state
 from elasticlib.rendezvous.store_layout import encode as encode_record

@@ -21,6 +21,7 @@ from sample_memberships import (
 )
 
 from elasticlib.errors import ConfigError, RendezvousClosedError
+from elasticlib.options import MAX_BAD_NODE_WINDOW, RendezvousSettings
 from elasticlib.rendezvous.bad_nodes import (
     ExcludedHost,
     FirstFailure,
@@ -31,11 +32,9 @@ from elasticlib.rendezvous.bad_nodes import (
 from elasticlib.rendezvous.blame import FailureKind
 from elasticlib.rendezvous.interface import ChangeKind
 from elasticlib.rendezvous.membership import (
-    MAX_BAD_NODE_WINDOW,
     JobPhase,
     Membership,
     NodeRecord,
-    RendezvousSettings,
     end_generation,
 )
 from elasticlib.rendezvous.node_intent import NodeIntent
