@@ -516,8 +516,8 @@ GROUPS: Mapping[str, Sequence[Flag]] = {
             "--observe-port [HOST:]PORT",
             "observe.port",
             "serve /healthz, /status.json and /metrics",
-            details=" over HTTP on [HOST:]PORT (PORT 0: choose a free port and log it; HOST defaults to "
-            "127.0.0.1, use 0.0.0.0 for remote probes)",
+            details=" over HTTP on [HOST:]PORT (PORT 0: choose a free port and log it; HOST "
+            "defaults to 127.0.0.1, use 0.0.0.0 for remote probes)",
         ),
         _Extension(
             "--on-event MODULE:FUNCTION",

@@ -77,10 +77,10 @@ def test_backend_of_a_user_is_not_imported_before_it_is_opened(
     parsed, _ = parse_options(
         ["--rdzv-backend", "user_backends:open_store", *RENDEZVOUS, "--no-python", "true"]
     )
-    assert parsed.rdzv_backend == "user_backends:open_store"
+    assert parsed.rendezvous.backend == "user_backends:open_store"
     environment = {"PET_RDZV_BACKEND": "pack.shelf:Shelf.open"}
     from_variable, _ = parse_options([*RENDEZVOUS, "--no-python", "true"], environment)
-    assert from_variable.rdzv_backend == "pack.shelf:Shelf.open"
+    assert from_variable.rendezvous.backend == "pack.shelf:Shelf.open"
     for name in (
         "zk",
         "user_backends:",
@@ -146,7 +146,7 @@ def test_status_accepts_the_backend_of_a_user(
     [
         (
             "user_backends:open_nothing",
-            "must return a Store or a RendezvousHandler, and not str, got",
+            "must return a Store or a RendezvousHandler, and not str",
         ),
         ("user_backends:open_badly", "must open .*AttributeError: .*no_such_thing"),
         ("user_backends:no_such_name", "must be .* imported .AttributeError: .*no_such_name"),

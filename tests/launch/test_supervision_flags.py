@@ -120,6 +120,6 @@ def test_snapshot_replicas_are_limited_by_the_number_of_other_nodes(script: str)
     ):
         parse_agent(f"{job_flags} --snapshot-replicas -1", script)
     with pytest.raises(
-        ConfigError, match="^snapshot_replicas must be an integer of at least 0, got -1"
+        ConfigError, match=r"^snapshot_replicas must be an integer of at least 0, got -1"
     ):
         AgentOptions(snapshot_replicas=-1)
