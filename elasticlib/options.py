@@ -558,10 +558,12 @@ class StreamChoice:
     by_rank: Mapping[int, Streams] = attrs.field(factory=dict)
 
     def for_rank(self, local_rank: int) -> Streams:
+        """Return the streams of a worker."""
         return self.by_rank.get(local_rank, self.everywhere)
 
     @property
     def any(self) -> bool:
+        """True if a stream of some worker is chosen."""
         return bool(self.everywhere) or any(self.by_rank.values())
 
 

@@ -22,8 +22,8 @@ SERVER_POLL_INTERVAL_S = 1.0
 STDOUT = "-"
 _UNSAFE_IN_FILE_NAMES = re.compile(r"[^\w.-]+")
 
-# In the order of their use: the module of each subcommand, which defines `add_NAME(parser)`, and the
-# help text.
+# In the order of their use: the module of each subcommand, which defines `add_NAME(parser)`, and
+# the help text.
 COMMANDS = {
     "doctor": ("checks", "check this machine for problems that would prevent a job from running"),
     "store": ("store_command", "serve a store, or delete ended jobs from one"),

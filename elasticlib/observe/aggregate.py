@@ -204,7 +204,6 @@ def new_generation(event: Event, rendezvous_started_at: float | None) -> NodeGen
         node_count=event.count("node_count") or 1,
         world_size=event.count("world_size") or 1,
         restarts=event.count("restarts") or 0,
-        max_restarts=event.count("max_restarts"),
         node_rank=event.count("node_rank") or 0,
         ranks=event.pair("ranks") or (0, 0),
         reason=event.text("reason"),

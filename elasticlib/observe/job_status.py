@@ -14,6 +14,7 @@ from urllib.parse import unquote
 
 import attrs
 
+from ..options import RendezvousSettings
 from ..rendezvous.bad_nodes import ExcludedHost
 from ..rendezvous.blame import FailureKind
 from ..rendezvous.membership import (
@@ -159,14 +160,28 @@ class JobStatus:
     reason: str = ""
     is_recorded: bool = False  # the result of a finished run, from its last events
     generation: int = 0
-    min_nodes: int | None = None
-    max_nodes: int | None = None
+    settings: RendezvousSettings | None = None  # None if only a node is known
     world_size: int = 0
     restarts: int = 0
-    max_restarts: int | None = None
     state_seconds: float | None = None
     nodes: tuple[NodeEntry, ...] = ()
     excluded: tuple[ExcludedHost, ...] = ()  # hosts that the job continues without
+
+    @property
+    def min_nodes(self) -> int | None:
+        return None if self.settings is None else self.settings.min_nodes
+
+    @property
+    def max_nodes(self) -> int | None:
+        return None if self.settings is None else self.settings.max_nodes
+
+    @property
+    def max_restarts(self) -> int | None:
+        """The restart budget, or None if it is not known. The settings or else a node know it."""
+        if self.settings is not None:
+            return self.settings.max_restarts
+        reports = (node.report for node in self.nodes if node.report is not None)
+        return next((report.status.max_restarts for report in reports), None)
 
     @property
     def members(self) -> tuple[NodeEntry, ...]:
@@ -243,11 +258,9 @@ def status_of(reading: JobReading) -> JobStatus | None:
         state,
         reason,
         generation=document.generation,
-        min_nodes=document.settings.min_nodes,
-        max_nodes=document.settings.max_nodes,
+        settings=document.settings,
         world_size=sum(node.slots for node in document.members),
         restarts=document.restarts,
-        max_restarts=document.settings.max_restarts,
         state_seconds=min(ages, default=None),
         nodes=nodes,
         excluded=document.excluded_hosts,
@@ -543,7 +556,6 @@ def document_of_node(report: NodeReport) -> dict[str, Any]:
         generation=status.generation,
         world_size=status.world_size,
         restarts=status.restarts,
-        max_restarts=status.max_restarts,
         state_seconds=report.current_state_seconds,
         nodes=(entry,),
     )
