@@ -222,5 +222,5 @@ def test_timeouts_must_be_positive(name: str, value: float) -> None:
 
 def test_grace_for_the_store_must_not_be_negative() -> None:
     assert RendezvousTimeouts(store_grace=0.0).store_grace == 0.0
-    with pytest.raises(ConfigError, match="store_grace must be seconds from 0 to .*, got -1"):
+    with pytest.raises(ConfigError, match=r"store_grace must be seconds from 0 to .*, got -1"):
         RendezvousTimeouts(store_grace=-1.0)
