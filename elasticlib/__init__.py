@@ -31,16 +31,29 @@ _EXPORTS = {
     "in_place.step_loop": ("steps", "StepLoop", "StepAttempt"),
     "logical.logical_workers": ("LogicalWorkers", "LogicalWorker"),
     # Launching a job, and reading what it recorded.
-    "launch.launch_config": ("LaunchConfig", "SupervisionOptions"),
+    "launch.torch_config": ("LaunchConfig",),
     "launch.elastic_launch": ("elastic_launch", "create_snapshot_service"),
     "launch.observability": ("observe_node",),
     "observe.event": ("Event",),
     "observe.report": ("build_report", "Report"),
     "observe.history": ("History",),
     "observe.history_reader": ("read_history",),
+    # Options of a launch, and of the parts of a custom launcher.
+    "options": (
+        "LaunchOptions",
+        "RendezvousSettings",
+        "RendezvousOptions",
+        "RendezvousTimeouts",
+        "AgentOptions",
+        "HangLimits",
+        "WorkerOptions",
+        "OutputOptions",
+        "StreamChoice",
+        "Streams",
+        "ObserveOptions",
+    ),
     # Parts of a custom launcher.
     "agent.elastic_agent": ("ElasticAgent",),
-    "agent.options": ("AgentOptions", "StopTimeouts"),
     "agent.interface": ("RunResult",),
     "workers.interface": ("Workers",),
     "workers.local_workers": ("LocalWorkers",),
@@ -56,7 +69,7 @@ _EXPORTS = {
     ),
     "rendezvous.interface": ("RendezvousHandler", "RendezvousInfo"),
     "rendezvous.handler": ("DynamicRendezvousHandler", "StaticRendezvousHandler"),
-    "rendezvous.membership": ("Node", "RendezvousSettings", "RendezvousTimeouts"),
+    "rendezvous.membership": ("Node",),
     "stores.interface": ("Store",),
     "stores.memory_store": ("MemoryStore",),
     "stores.file_store": ("FileStore",),
@@ -75,8 +88,6 @@ __all__ += ["__version__"]
 if TYPE_CHECKING:
     from .agent.elastic_agent import ElasticAgent as ElasticAgent
     from .agent.interface import RunResult as RunResult
-    from .agent.options import AgentOptions as AgentOptions
-    from .agent.options import StopTimeouts as StopTimeouts
     from .checkpoint.manager import CheckpointManager as CheckpointManager
     from .checkpoint.refs import KeepBest as KeepBest
     from .checkpoint.refs import KeepEvery as KeepEvery
@@ -103,10 +114,9 @@ if TYPE_CHECKING:
     from .in_place.step_loop import steps as steps
     from .launch.elastic_launch import create_snapshot_service as create_snapshot_service
     from .launch.elastic_launch import elastic_launch as elastic_launch
-    from .launch.launch_config import LaunchConfig as LaunchConfig
-    from .launch.launch_config import SupervisionOptions as SupervisionOptions
     from .launch.local_agent import LocalElasticAgent as LocalElasticAgent
     from .launch.observability import observe_node as observe_node
+    from .launch.torch_config import LaunchConfig as LaunchConfig
     from .logical.logical_workers import LogicalWorker as LogicalWorker
     from .logical.logical_workers import LogicalWorkers as LogicalWorkers
     from .observe.event import Event as Event
@@ -114,13 +124,22 @@ if TYPE_CHECKING:
     from .observe.history_reader import read_history as read_history
     from .observe.report import Report as Report
     from .observe.report import build_report as build_report
+    from .options import AgentOptions as AgentOptions
+    from .options import HangLimits as HangLimits
+    from .options import LaunchOptions as LaunchOptions
+    from .options import ObserveOptions as ObserveOptions
+    from .options import OutputOptions as OutputOptions
+    from .options import RendezvousOptions as RendezvousOptions
+    from .options import RendezvousSettings as RendezvousSettings
+    from .options import RendezvousTimeouts as RendezvousTimeouts
+    from .options import StreamChoice as StreamChoice
+    from .options import Streams as Streams
+    from .options import WorkerOptions as WorkerOptions
     from .rendezvous.handler import DynamicRendezvousHandler as DynamicRendezvousHandler
     from .rendezvous.handler import StaticRendezvousHandler as StaticRendezvousHandler
     from .rendezvous.interface import RendezvousHandler as RendezvousHandler
     from .rendezvous.interface import RendezvousInfo as RendezvousInfo
     from .rendezvous.membership import Node as Node
-    from .rendezvous.membership import RendezvousSettings as RendezvousSettings
-    from .rendezvous.membership import RendezvousTimeouts as RendezvousTimeouts
     from .stores.etcd_store import EtcdStore as EtcdStore
     from .stores.file_store import FileStore as FileStore
     from .stores.interface import Store as Store

@@ -33,6 +33,19 @@ def split_endpoint(endpoint: str, default_port: int | None = None) -> tuple[str,
     Raises:
         ConfigError: The text has another form, or the host is not a valid name or address.
     """
+    host, port, rule = _parse(endpoint, default_port)
+    if rule:
+        raise ConfigError(f"an endpoint {rule}, got {endpoint!r}")
+    return host, port
+
+
+def endpoint_rule(endpoint: str, default_port: int | None = None) -> str:
+    """Return the rule that an endpoint breaks, such as `must be HOST:PORT`, or an empty string."""
+    return _parse(endpoint, default_port)[2]
+
+
+def _parse(endpoint: str, default_port: int | None) -> tuple[str, int, str]:
+    """Return host, port, and the rule that the endpoint breaks, or an empty string."""
     text = endpoint.strip()
     if text.startswith("["):
         host, bracket, rest = text[1:].partition("]")
@@ -45,9 +58,14 @@ def split_endpoint(endpoint: str, default_port: int | None = None) -> tuple[str,
         valid = bool(host)
     port = parse_port(digits) if colon else default_port
     if not valid or port is None:
-        raise ConfigError(f"an endpoint must be HOST:PORT or [IPV6]:PORT, got {endpoint!r}")
-    check_host("the host of an endpoint", host)
-    return host, port
+        return host, 0, "must be HOST:PORT or [IPV6]:PORT"
+    rule = host_rule(host)
+    return host, port, rule and f"has a host that {rule}"
+
+
+def split_endpoints(text: str) -> tuple[str, ...]:
+    """Return the endpoints of a list separated by commas, in their order."""
+    return tuple(part.strip() for part in text.split(","))
 
 
 def parse_port(digits: str) -> int | None:
@@ -58,26 +76,16 @@ def parse_port(digits: str) -> int | None:
     return port if port <= 65535 else None
 
 
-def check_host(label: str, host: str) -> None:
-    """Reject a host that is neither a valid name nor an address. An empty host is accepted.
-
-    Args:
-        label: The name of the setting, for the error message.
-        host: The host.
-
-    Raises:
-        ConfigError: The host is not valid.
-    """
+def host_rule(host: str) -> str:
+    """Return the rule that a host breaks, or an empty string. An empty host breaks none."""
     if ":" in host:
-        if not _is_ipv6(host):
-            raise ConfigError(f"{label} must be a name or an address without a port, got {host!r}")
-        return
-    if host and not _is_name(host):
-        raise ConfigError(
-            f"{label} must be an IPv4 address or a host name, whose parts between dots have 1 to "
-            f"63 letters, digits, - or _, got {host!r}; if a script composed it, check whether a "
-            "part is missing"
-        )
+        return "" if _is_ipv6(host) else "must be a name or an address without a port"
+    if not host or _is_name(host):
+        return ""
+    return (
+        "must be an IPv4 address or a host name, whose parts between dots have 1 to 63 letters, "
+        "digits, - or _ (if a script composed it, check whether a part is missing)"
+    )
 
 
 def is_wildcard(host: str) -> bool:

@@ -20,6 +20,34 @@ class ConfigError(ElasticError, ValueError):
     """A setting is invalid. Nothing was started."""
 
 
+class OptionError(ConfigError):
+    """A value of an option breaks a rule.
+
+    The message names the field. The command line names the flag and the variable that set it
+    instead, which it finds by the class and the field.
+
+    Args:
+        owner: The class of the option.
+        field: The name of the field.
+        rule: What the value must be, as the rest of a sentence that begins with the field.
+        value: The value.
+    """
+
+    def __init__(self, owner: type, field: str, rule: str, value: object) -> None:
+        super().__init__(owner, field, rule, value)
+        self.owner = owner
+        self.field = field
+        self.rule = rule
+        self.value = value
+
+    def __str__(self) -> str:
+        return self.message_for(self.field)
+
+    def message_for(self, name: str) -> str:
+        """Return the message with another name of the field, such as a flag."""
+        return f"{name} {self.rule}, got {self.value!r}"
+
+
 class StoreError(ElasticError):
     """The base class of the errors of stores."""
 

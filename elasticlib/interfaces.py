@@ -34,9 +34,8 @@ _EXPORTS = {
         "ChangeKind",
         "GenerationTrigger",
         "Node",
-        "RendezvousSettings",
-        "RendezvousTimeouts",
     ),
+    "options": ("RendezvousSettings", "RendezvousTimeouts"),
     "rendezvous.rank_assignment": ("RankAssignment", "assign_ranks"),
     "workers.heartbeat": ("Heartbeat",),
     "workers.interface": ("StopHow", "StopNotice", "Workers", "WorkerView"),
@@ -51,6 +50,8 @@ __getattr__, __dir__, __all__ = lazy_exports(__name__, _EXPORTS)
 if TYPE_CHECKING:
     from .launch.backends import BackendParameters as BackendParameters
     from .launch.preemption_notice import PreemptionNotice as PreemptionNotice
+    from .options import RendezvousSettings as RendezvousSettings
+    from .options import RendezvousTimeouts as RendezvousTimeouts
     from .rendezvous.blame import Evidence as Evidence
     from .rendezvous.blame import FailureKind as FailureKind
     from .rendezvous.blame import Verdict as Verdict
@@ -63,8 +64,6 @@ if TYPE_CHECKING:
     from .rendezvous.membership import ChangeKind as ChangeKind
     from .rendezvous.membership import GenerationTrigger as GenerationTrigger
     from .rendezvous.membership import Node as Node
-    from .rendezvous.membership import RendezvousSettings as RendezvousSettings
-    from .rendezvous.membership import RendezvousTimeouts as RendezvousTimeouts
     from .rendezvous.rank_assignment import RankAssignment as RankAssignment
     from .rendezvous.rank_assignment import assign_ranks as assign_ranks
     from .stores.interface import CancelWatch as CancelWatch

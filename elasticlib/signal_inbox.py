@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
-from .defaults import GIVE_UP_COUNT
+from .constants import GIVE_UP_COUNT
 
 
 class SignalInbox:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import signal
 
-from .errors import ConfigError
-
 UNCATCHABLE_SIGNALS = frozenset({signal.SIGKILL, signal.SIGSTOP})
 # Signals that no flag may give another meaning: the kernel delivers them for faults of the process
 # and for events of its children, or no process can catch them.
@@ -45,35 +43,34 @@ def signal_number(name: str) -> int | None:
     return known.get(name)
 
 
+def signal_numbers(*names: str) -> tuple[int, ...]:
+    """Return the numbers of known signals."""
+    return tuple(int(signal.Signals[name]) for name in names)
+
+
 def is_catchable(number: int) -> bool:
     """Return whether a process can handle or ignore this signal."""
     return number in signal.valid_signals() and number not in UNCATCHABLE_SIGNALS
 
 
-def read_signals(text: str | None, flag: str) -> tuple[int, ...] | None:
-    """Return the numbers of the signals in the value of a flag, each once, or None without a value.
+def read_signals(text: str) -> tuple[int, ...]:
+    """Return the numbers of the signals in a text, each once.
 
     Args:
         text: Names with commas between them, or `none`.
-        flag: The name of the flag, for error messages.
 
     Raises:
-        ConfigError: A name is unknown, or its signal is reserved.
+        ValueError: A name is unknown, or its signal is reserved. The message is a rule.
     """
-    if text is None:
-        return None
     if text == "none":
         return ()
-    return tuple(dict.fromkeys(_parse_signal(name.strip(), flag) for name in text.split(",")))
+    return tuple(dict.fromkeys(_parse_signal(name.strip()) for name in text.split(",")))
 
 
-def _parse_signal(name: str, flag: str) -> int:
+def _parse_signal(name: str) -> int:
     if name in RESERVED_SIGNALS:
-        raise ConfigError(f"{flag} cannot contain {name}: a process cannot handle this signal")
+        raise ValueError(f"cannot contain {name}, because a process cannot handle this signal")
     number = signal_number(name)
     if number is None:
-        raise ConfigError(
-            f"{flag} must be signal names with commas between them, as SIGTERM,SIGUSR1, "
-            f"got {name!r}"
-        )
+        raise ValueError("must be signal names with commas between them, as SIGTERM,SIGUSR1")
     return number

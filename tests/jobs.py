@@ -196,7 +196,7 @@ class Job:
             *flags: flags of elasticrun.
             program: the script of the workers; its first argument is the directory of the job.
             worker: further arguments of the script.
-            fields: fields of the LaunchConfig that override those of the flags.
+            fields: values of LaunchOptions by path, which override those of the flags.
         """
         script = (program, str(self.folder), *worker)
         if program == WORKER and not any(flag.startswith("--start-method") for flag in flags):

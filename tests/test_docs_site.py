@@ -25,6 +25,7 @@ from elasticlib.launch.command_line import build_parser
 from elasticlib.launch.flags import FLAGS
 from elasticlib.observe.event_kinds import KINDS
 from elasticlib.observe.metrics import FAMILIES
+from elasticlib.rendezvous.interface import RankAssignment, RendezvousInfo, RendezvousStoreInfo
 from elasticlib.workers.spec import Worker, WorkerGroup, worker_environment
 
 ROOT = Path(__file__).parent.parent
@@ -248,7 +249,10 @@ def test_the_page_of_variables_lists_exactly_the_variables_of_the_code() -> None
 def test_the_page_of_variables_lists_those_that_workers_get() -> None:
     spec = WorkerSpec(Command("x"), 1, virtual_local_rank=True)
     (worker,) = workers = (Worker(0, 0, 0, 1, 1),)
-    group = WorkerGroup(spec, workers, "job", 1, 0, 1, "here", 1)
+    info = RendezvousInfo(
+        "job", 1, RankAssignment(0, 1, 1, 0, 1, 0, 1), RendezvousStoreInfo("here", 1)
+    )
+    group = WorkerGroup(spec, info, workers)
     variables = worker_environment(group, worker, {}, cores=1)
     section = read_text("reference/environment").partition("## Set for each worker")[2]
     assert set(variables) <= set(re.findall(r"`([A-Z_]+)`", section))

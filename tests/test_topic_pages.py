@@ -17,15 +17,11 @@ from pages import DOCS, read_page
 from test_guide_pages import COMMANDS, FLAGS, parse_command_line
 
 from elasticlib import (
-    AgentOptions,
     CheckpointManager,
-    RendezvousSettings,
-    RendezvousTimeouts,
-    StopTimeouts,
 )
-from elasticlib.agent.hang_detector import HangLimits
-from elasticlib.launch import flags as flags_module
-from elasticlib.launch.rendezvous_options import RendezvousOptions
+from elasticlib.launch.flags import CONF, integer, number
+from elasticlib.launch.flags import FLAGS as ROWS
+from elasticlib.options import HangLimits, LaunchOptions, value_at
 
 ROOT = DOCS.parent
 PAGES = [
@@ -179,25 +175,30 @@ def fields_with_defaults(*classes: type) -> dict[str, object]:
 
 def default_timeouts() -> dict[str, object]:
     """Return the default of each setting that is a time, as the page names it."""
+    options = LaunchOptions()
     flags = {
-        flag.name: flag.default
-        for dest, flag in flags_module.FLAGS.items()
-        if flag.type in (int, float) and dest not in OTHER_NUMBERS
+        row.name: value_at(options, row.fields[0])
+        for dest, row in ROWS.items()
+        if row.read in (integer, number) and row.fields and dest not in OTHER_NUMBERS
     }
-    options = {
-        f"--rdzv-conf {field.name}": field.default
-        for field in attrs.fields(RendezvousOptions)
-        if isinstance(field.default, int | float)
+    flags["--shutdown-timeout"] = options.agent.shutdown_timeout_s
+    keys = {
+        f"--rdzv-conf {row.name}": value_at(options, row.fields[0])
+        for row in CONF.values()
+        if isinstance(value_at(options, row.fields[0]), int | float)
     }
-    fields = fields_with_defaults(StopTimeouts, HangLimits)
-    del fields["StopTimeouts.shutdown_timeout"]  # it is --shutdown-timeout
+    timeouts = options.rendezvous.timeouts
+    attempts = timeouts.lease_ttl / timeouts.keep_alive_interval
+    keys["--rdzv-conf keep_alive_max_attempt"] = attempts
+    fields = fields_with_defaults(HangLimits)
     return {
         **flags,
-        **options,
+        **keys,
         **fields,
         "--hang-timeout": None,
-        "AgentOptions.regroup_grace": AgentOptions().regroup_grace,
-        "RendezvousTimeouts.loop_timeout": RendezvousTimeouts().loop_timeout,
+        "AgentOptions.kill_timeout": options.agent.kill_timeout,
+        "AgentOptions.regroup_grace": options.agent.regroup_grace,
+        "RendezvousTimeouts.loop_timeout": timeouts.loop_timeout,
     }
 
 
@@ -208,19 +209,6 @@ def test_table_of_timeouts_has_each_setting_with_its_default() -> None:
     for name, default in defaults.items():
         shown = {"off": None, "auto": None}.get(rows[name], rows[name])
         assert (shown if shown is None else float(shown)) == default, name
-
-
-def test_settings_that_page_gives_as_options_have_the_defaults_of_their_classes() -> None:
-    """elasticrun passes these defaults on, so that a launcher in Python has the same ones."""
-    options = RendezvousOptions()
-    timeouts, settings = RendezvousTimeouts(), RendezvousSettings(1, 1)
-    assert options.join_timeout == timeouts.join_timeout
-    assert options.close_timeout == timeouts.close_timeout
-    assert options.last_call_timeout == settings.last_call_timeout
-    assert options.keep_alive_interval * options.keep_alive_max_attempt == timeouts.lease_ttl
-    assert flags_module.DEFAULTS["store_grace"] == timeouts.store_grace
-    assert flags_module.DEFAULTS["checkpoint_grace"] == AgentOptions().checkpoint_grace
-    assert flags_module.DEFAULTS["shutdown_timeout"] == StopTimeouts().shutdown_timeout
 
 
 def test_table_of_fixed_limits_has_the_values_of_the_code() -> None:

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 from pages import read_page
 
-from elasticlib.launch.flags import FLAGS
-
 ROOT = Path(__file__).parent.parent
 TEXT, BLOCKS = read_page("troubleshooting.md")
 MESSAGES = [
@@ -25,8 +23,6 @@ def without_values(node: ast.Constant | ast.JoinedStr) -> str:
     """Return the text of a string literal with "..." in place of each value."""
     parts = node.values if isinstance(node, ast.JoinedStr) else [node]
     text = "".join(str(p.value) if isinstance(p, ast.Constant) else "..." for p in parts)
-    for dest, flag in FLAGS.items():  # templates of SettingError name settings in braces
-        text = text.replace(f"{{{dest}}}", flag.name)
     return PLACEHOLDER.sub("...", text)
 
 

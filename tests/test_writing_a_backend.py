@@ -24,10 +24,9 @@ from modules import extend_pythonpath, write_module
 from pages import check_suite_passes, name_blocks, read_page
 from redis_server import RedisServer, needs_redis
 
-from elasticlib import Store
+from elasticlib import LaunchConfig, Store
 from elasticlib.errors import ConfigError, StoreConnectionError, StoreTimeoutError
 from elasticlib.launch.cli import main
-from elasticlib.launch.launch_config import LaunchConfig
 from elasticlib.launch.rendezvous_setup import open_rendezvous
 from elasticlib.testing.waiting import wait_until
 
@@ -168,10 +167,10 @@ def test_the_backend_of_the_page_rejects_unknown_settings(module: Any, tmp_path:
     secret = tmp_path / "secret"
     secret.write_text("word\n")
     settings = {"run_id": "job", "rdzv_backend": f"{MODULE}:open_redis", "rdzv_endpoint": "h:1"}
-    good = LaunchConfig(**settings, rdzv_configs={"password_file": str(secret)})
+    good = LaunchConfig(**settings, rdzv_configs={"password_file": str(secret)}).options()
     open_rendezvous(good).close()
     with pytest.raises(ConfigError, match="takes password_file, not database"):
-        open_rendezvous(LaunchConfig(**settings, rdzv_configs={"database": "1"}))
+        open_rendezvous(LaunchConfig(**settings, rdzv_configs={"database": "1"}).options())
 
 
 # Failures that the page describes and the contract suite does not cover

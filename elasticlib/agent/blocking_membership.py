@@ -11,6 +11,7 @@ import attrs
 
 from ..clock import monotonic
 from ..errors import RendezvousClosedError, format_error
+from ..options import RendezvousSettings
 from ..rendezvous.interface import (
     Joined,
     MembershipChanged,
@@ -44,7 +45,7 @@ class BlockingMembership:
 
     Args:
         handler: the handler.
-        max_restarts: the restart budget, if the handler has none; None: 0.
+        job: the settings of the job, whose restart budget counts if the handler has none.
         monitor_interval: seconds between two polls of a handler that does not wait for changes.
         wait_log_interval: seconds between two log messages while the handler waits for other nodes.
     """
@@ -55,11 +56,12 @@ class BlockingMembership:
     def __init__(
         self,
         handler: RendezvousHandler,
-        max_restarts: int | None,
+        job: RendezvousSettings | None,
         monitor_interval: float,
         wait_log_interval: float = WAIT_LOG_INTERVAL_S,
     ) -> None:
-        self._handler, self._given, self._max_restarts = handler, max_restarts, max_restarts or 0
+        self._handler, self._given = handler, job
+        self._job = job or RendezvousSettings()
         self._monitor_interval = monitor_interval
         self._wait_log_interval = wait_log_interval
         self._waits_since = NEVER  # when the handler was asked for a generation; NEVER: it is there
@@ -141,7 +143,7 @@ class BlockingMembership:
             info = attrs.evolve(
                 info,
                 restarts=info.restarts + self._restarts,
-                max_restarts=self._max_restarts if own else info.max_restarts,
+                max_restarts=self._job.max_restarts if own else info.max_restarts,
             )
             self._post(Joined(attempt, info))
             if info.world_size > 1:
@@ -218,8 +220,9 @@ class BlockingMembership:
             # A generation is charged once, however many workers have failed in it.
             self._failed_attempt = attempt
             self._restarts += 1
-            if self._restarts > self._max_restarts:
-                self._is_over, budget = True, self._max_restarts
+            budget = self._job.max_restarts
+            if self._restarts > budget:
+                self._is_over = True
                 reason = f"{report.reason} ({budget} of {budget} restarts used)"
                 self._post(MembershipChanged(attempt, Change(ChangeKind.FAILED, reason)))
                 self._close_job()

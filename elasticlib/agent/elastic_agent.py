@@ -19,6 +19,7 @@ from functools import partial
 from ..clock import Clock, monotonic
 from ..errors import ConfigError, ElasticError, format_error, require_not_none
 from ..observe.journal import Journal
+from ..options import AgentOptions, RendezvousSettings
 from ..rendezvous.interface import Membership, Publish, RendezvousHandler, Report
 from ..signal_inbox import SignalInbox
 from ..signals import signal_name
@@ -59,12 +60,15 @@ from .messages import (
     WorkerExited,
     WorkersSeen,
 )
-from .options import SIGNAL_POLL_INTERVAL_S, AgentOptions, StopTimeouts
 from .run_observer import RunObserver
 from .snapshots import Snapshots
 
 log = logging.getLogger("elasticlib.agent")
 
+# Python runs a signal handler only after the main thread returns from its wait. The signal does not
+# interrupt the wait if it arrives just before it, or if another thread receives it. So waits of the
+# main thread are not longer than this.
+SIGNAL_POLL_INTERVAL_S = 0.2
 CHECK_END_TIMEOUT_S = 5.0  # a node check that was told to end, and kills its processes first
 VIEW_INTERVAL_S = 1.0  # what the workers show is read at least so often
 # The methods that a subclass of torch's SimpleElasticAgent overrides.
@@ -74,6 +78,10 @@ UPLOADS = "the wait for processes that workers have started"
 UPLOADS_POLL_S = 0.1  # between looks at the signals during that wait
 
 OnTurn = Callable[[Event, MachineState, MachineState, tuple[Effect, ...]], object]
+# A function that checks this node, such as `NodeCheck`. The agent calls it in a thread, with a
+# function that returns True once the check must end. The result is why workers must not run on this
+# node, or an empty text.
+CheckNode = Callable[[Callable[[], bool]], str]
 
 
 class ElasticAgent:
@@ -91,12 +99,11 @@ class ElasticAgent:
         spec: what to run.
         handler: the rendezvous. The agent closes it at the end of the run.
         workers: runs the workers. The agent closes it at the end of the run.
-        max_restarts: how many restarts this agent allows after failures, if the handler does not
-            count restarts for the whole job. The default is the handler's number, or 0.
-        stop_timeouts: time limits of the stages in which workers are stopped.
-        monitor_interval: seconds between polls of a handler that cannot report changes.
-        options: which signals the agent handles, how long workers may save, and what checks this
-            node.
+        job: the settings of the job, for a handler that does not count restarts for the whole job.
+            A handler that has settings of its own needs none here.
+        options: which signals the agent handles, how long workers may save, and when they hang.
+        check_node: called before this node first joins, and before it rejoins after its own workers
+            failed. If the node does not pass, it takes part in no further generation.
         snapshot_service: stores the workers' snapshots over all generations, such as
             `NodeSnapshotService`. Without it, workers restore from their own node's memory only,
             and no snapshot is written to the disk if the job ends early.
@@ -124,18 +131,15 @@ class ElasticAgent:
         handler: RendezvousHandler,
         workers: Workers,
         *,
-        max_restarts: int | None = None,
-        stop_timeouts: StopTimeouts | None = None,
-        monitor_interval: float = 0.1,
+        job: RendezvousSettings | None = None,
         options: AgentOptions | None = None,
+        check_node: CheckNode | None = None,
         snapshot_service: SnapshotService | None = None,
         journal: Journal | None = None,
         clock: Clock = monotonic,
     ) -> None:
-        if max_restarts is not None and max_restarts < 0:
-            raise ConfigError(f"max_restarts must be at least 0, got {max_restarts}")
-        self._options = options or AgentOptions()
-        if self._options.hang_limits is not None and not workers.reports_progress:
+        self._options, self._check_node = options or AgentOptions(), check_node
+        if self._options.hang is not None and not workers.reports_progress:
             raise ConfigError(
                 f"hang (--hang-timeout) needs workers that report their steps, and "
                 f"{type(workers).__name__} does not support it: leave it out"
@@ -143,24 +147,24 @@ class ElasticAgent:
         self.workers = workers
         # The handler is kept, because one that is garbage-collected leaves the job.
         self._spec, self._handler, self._clock = spec, handler, clock
-        self._membership = _membership_of(handler, spec, max_restarts, monitor_interval)
+        self._membership = _membership_of(handler, spec, job, self._options.monitor_interval)
         # Counts and keeps signals from now on. The loop reads them once `run` was called.
         self.signals = SignalInbox()
         give_up = partial(self.signals.reason_to_give_up, FINAL_WRITE, log.warning)
         self._snapshots = Snapshots(snapshot_service, self._membership, give_up)
-        timeouts, host = stop_timeouts or StopTimeouts(), socket.gethostname()
+        host, shutdown_timeout_s = socket.gethostname(), self._options.shutdown_timeout_s
         self._limits = Limits(
             spec.local_world_size,
             checkpoint_grace=self._options.checkpoint_grace,
             regroup_grace=self._options.regroup_grace,
-            shutdown_timeout=timeouts.shutdown_timeout,
-            kill_timeout=timeouts.kill_timeout,
-            checks_node=self._options.check_node is not None,
+            shutdown_timeout=shutdown_timeout_s,
+            kill_timeout=self._options.kill_timeout,
+            checks_node=check_node is not None,
             can_offer_slots=self._membership.takes_slots,
-            hang=self._options.hang_limits,
+            hang=self._options.hang,
             host=host,
         )
-        self._observer = RunObserver(host, journal, clock, timeouts.shutdown_timeout)
+        self._observer = RunObserver(host, journal, clock, shutdown_timeout_s)
         # Events of any thread, in their order. `put` may also be called by a signal handler.
         self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._state = MachineState()
@@ -428,7 +432,7 @@ class ElasticAgent:
 
     def _run_check(self) -> str:
         """Check this node, but no longer than the run. Return why it is unfit, or an empty text."""
-        check_node, check_end = self._options.check_node, self._check_end
+        check_node, check_end = self._check_node, self._check_end
         if check_node is None or check_end is None:
             return ""
         started_at = self._clock()
@@ -480,22 +484,12 @@ class ElasticAgent:
         if info is None:
             run_id = self._membership.run_id
             return make_standby_group(self._spec, effect.standby, run_id, effect.start)
-        store = info.bootstrap_store_info
         return WorkerGroup(
-            spec=self._spec,
-            workers=assign_worker_ranks(info.assignment, effect.members),
-            standby_workers=make_standby_workers(info.assignment, effect.standby),
-            run_id=info.run_id,
-            generation=info.generation,
-            group_rank=info.rank,
-            group_world_size=info.world_size,
-            master_addr=store.master_addr,
-            master_port=store.master_port,
-            restarts=info.restarts,
-            max_restarts=info.max_restarts or 0,
-            use_agent_store=info.use_agent_store,
-            attempt=effect.start,
-            incarnation=info.incarnation,
+            self._spec,
+            info,
+            assign_worker_ranks(info.assignment, effect.members),
+            make_standby_workers(info.assignment, effect.standby),
+            effect.start,
         )
 
     def _finish_run(self, effect: Finish) -> None:
@@ -546,14 +540,14 @@ class ElasticAgent:
 def _membership_of(
     handler: RendezvousHandler,
     spec: WorkerSpec,
-    max_restarts: int | None,
+    job: RendezvousSettings | None,
     monitor_interval: float,
 ) -> Membership:
     """Return the membership of a handler: its own, or threads round its blocking methods."""
     of_handler = getattr(handler, "membership", None)
     if of_handler is not None:
         found: Membership | None
-        found = of_handler(slots=spec.local_world_size, max_restarts=max_restarts)
+        found = of_handler(slots=spec.local_world_size, job=job)
         if found is not None:
             return found
-    return BlockingMembership(handler, max_restarts, monitor_interval)
+    return BlockingMembership(handler, job, monitor_interval)

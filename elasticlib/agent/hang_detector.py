@@ -13,8 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
 
-from ..errors import ConfigError, RendezvousConfigError
+from ..errors import RendezvousConfigError
 from ..observe.formatting import format_ranks, group_stacks
+from ..options import HangLimits
 from ..rendezvous import store_layout
 from ..workers.interface import NO_STEP, Heartbeat
 
@@ -27,40 +28,17 @@ SUSPECT_FRACTION = 0.5  # of a limit; from here on, a hang on another node count
 PAUSE_FRACTION = 0.25
 
 
-@attrs.frozen
-class HangLimits:
-    """Limits of inactivity, in seconds. A call of `should_stop()` and a save count as activity."""
-
-    # Limit after the first step. None ("auto"): derive it from the worker's own steps, see below.
-    timeout: float | None = None
-    # "auto" takes the longest of: this factor times the median duration of the last steps,
-    median_factor: float = 20.0
-    # this factor times the longest of them,
-    max_factor: float = 3.0
-    # and this time, because a single step may include an evaluation or a compilation.
-    min_timeout: float = 300.0
-    # Limit until the first step, and with "auto" until `warmup_steps` durations are known.
-    # Compilation, allocation and connection setup make the first steps slow.
-    first_step_timeout: float = 900.0
-    warmup_steps: int = 10
-
-    def __attrs_post_init__(self) -> None:
-        values = (self.median_factor, self.max_factor, self.min_timeout, self.warmup_steps)
-        timeouts = (self.first_step_timeout, 1.0 if self.timeout is None else self.timeout)
-        if min(*values, *timeouts) <= 0:
-            raise ConfigError(f"hang limits must be positive, got {self}")
-
-    def timeout_for(self, heartbeat: Heartbeat) -> float:
-        """Return how long a worker with this heartbeat may be inactive, in seconds."""
-        if heartbeat.num_steps == 0:
-            return max(self.timeout or 0.0, self.first_step_timeout)
-        if self.timeout is not None:
-            return self.timeout
-        durations = heartbeat.step_durations
-        if len(durations) < self.warmup_steps:
-            return self.first_step_timeout
-        median_limit = self.median_factor * statistics.median(durations)
-        return max(self.min_timeout, median_limit, self.max_factor * max(durations))
+def timeout_for(limits: HangLimits, heartbeat: Heartbeat) -> float:
+    """Return how long a worker with this heartbeat may be inactive, in seconds."""
+    if heartbeat.num_steps == 0:
+        return max(limits.timeout or 0.0, limits.first_step_timeout)
+    if limits.timeout is not None:
+        return limits.timeout
+    durations = heartbeat.step_durations
+    if len(durations) < limits.warmup_steps:
+        return limits.first_step_timeout
+    median_limit = limits.median_factor * statistics.median(durations)
+    return max(limits.min_timeout, median_limit, limits.max_factor * max(durations))
 
 
 @attrs.frozen
@@ -96,7 +74,7 @@ def longest_inactivity(
         Inactivity(
             local_rank,
             now - max(heartbeat.last_activity_at, started_at),
-            limits.timeout_for(heartbeat),
+            timeout_for(limits, heartbeat),
         )
         for local_rank, heartbeat in heartbeats.items()
         if heartbeat.is_attached and (heartbeat.num_steps or not has_steps)
@@ -306,7 +284,7 @@ class HangDetector:
         The warning is returned only after half of the limit for the first step.
         """
         seconds = now - self.started_at
-        is_early = seconds < self.limits.timeout_for(Heartbeat()) * SUSPECT_FRACTION
+        is_early = seconds < timeout_for(self.limits, Heartbeat()) * SUSPECT_FRACTION
         has_steps = any(heartbeat.num_steps for heartbeat in heartbeats.values())
         if not heartbeats or is_early or has_steps:
             return ""

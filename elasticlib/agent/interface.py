@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from ..defaults import DEFAULT_DRAIN_EXIT_CODE, STOPPED_EXIT_CODE, UNFIT_NODE_EXIT_CODE
+from ..constants import DRAINED_EXIT_CODE, STOPPED_EXIT_CODE, UNFIT_NODE_EXIT_CODE
 from ..rendezvous.interface import RendezvousInfo
 from ..workers.exits import WorkerExit
 from ..workers.spec import WorkerGroup, WorkerState
@@ -62,7 +62,7 @@ class RunResult:
         if self.is_unfit:
             return UNFIT_NODE_EXIT_CODE
         if self.state is WorkerState.DRAINED:
-            return DEFAULT_DRAIN_EXIT_CODE
+            return DRAINED_EXIT_CODE
         if self.state is WorkerState.STOPPED:
             return 128 + self.signal if self.signal else STOPPED_EXIT_CODE
         return 0 if self.state is WorkerState.SUCCEEDED else 1

@@ -25,7 +25,8 @@ from typing import Any
 
 import attrs
 
-from ..defaults import GIVE_UP_COUNT
+from ..constants import GIVE_UP_COUNT
+from ..options import HangLimits
 from ..rendezvous.blame import Evidence, FailureDetails, FailureKind
 from ..rendezvous.interface import (
     Joined,
@@ -41,7 +42,7 @@ from ..rendezvous.membership import Change, ChangeKind
 from ..workers.exits import WorkerExit
 from ..workers.interface import DRAIN, RESIZE, RESTART, StopHow, StopNotice, WorkerView
 from ..workers.spec import WorkerState, choose_local_ranks
-from .hang_detector import HangDetector, HangFinding, HangLimits
+from .hang_detector import HangDetector, HangFinding
 from .messages import (
     Action,
     ComponentFailed,

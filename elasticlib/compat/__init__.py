@@ -1,4 +1,1 @@
-"""torch's names and shapes: the fields of its LaunchConfig, its failures, torchrun's variables.
-
-Only the package `launch` imports this one.
-"""
+"""torch's names and shapes of failures. Only the package `launch` imports this one."""

@@ -11,19 +11,19 @@ from __future__ import annotations
 
 import importlib
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from ..errors import ConfigError, did_you_mean, format_error
+from ..constants import BUILTIN_BACKENDS, ETCD_BACKENDS
+from ..errors import ConfigError, OptionError, format_error
+from ..options import RendezvousOptions, RendezvousSettings, RendezvousTimeouts
 from ..rendezvous.interface import RendezvousHandler
-from ..rendezvous.membership import Node, RendezvousSettings, RendezvousTimeouts
+from ..rendezvous.membership import Node
 from ..stores.interface import Store
 from .addresses import is_loopback, outward_address, resolve, source_address
-from .flags import BUILTIN_BACKENDS, ETCD_BACKENDS, SettingError
 
 if TYPE_CHECKING:
     from ..stores.etcd_store import EtcdStore, Member
@@ -49,20 +49,13 @@ class BackendParameters:
     timeouts: RendezvousTimeouts
 
 
-_FUNCTION_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
-
-
-def is_function_name(name: str) -> bool:
-    """Return True if a text has the form `package.module:function`."""
-    return _FUNCTION_NAME.fullmatch(name) is not None
-
-
-def import_function(name: str, option: str) -> Any:
+def import_function(name: str, owner: type, field: str) -> Any:
     """Import the function of a name `package.module:function`.
 
     Args:
         name: the name.
-        option: the option that gave the name, as a key of `FLAGS`.
+        owner: the class of the option that gave the name.
+        field: the name of its field.
 
     Raises:
         ConfigError: the function cannot be imported.
@@ -73,29 +66,26 @@ def import_function(name: str, option: str) -> Any:
         for attribute in path.split("."):
             function = getattr(function, attribute)
     except Exception as error:
-        raise SettingError(
-            f"{{{option}}} {{0}} cannot be imported: {{1}}; install the module, or add its "
-            "directory to PYTHONPATH",
-            name,
-            format_error(error),
-        ) from error
+        rule = (
+            f"must be a function that can be imported ({format_error(error)}): install the module, "
+            "or add its directory to PYTHONPATH"
+        )
+        raise OptionError(owner, field, rule, name) from error
     return function
 
 
-def check_backend(name: str) -> None:
-    """Check the name of a backend without importing anything.
+def check_backend(rendezvous: RendezvousOptions) -> None:
+    """Check what only the backend knows of the options of a rendezvous, without connecting.
 
     Raises:
-        ConfigError: the name is neither a built-in backend nor `package.module:function`.
+        ConfigError: the options of etcd cannot work.
     """
-    if name not in BUILTIN_BACKENDS and not is_function_name(name):
-        raise SettingError(
-            "{rdzv_backend} must be one of {0}, or package.module:function for your own backend, "
-            "got {1!r}{2}",
-            ", ".join(BUILTIN_BACKENDS),
-            name,
-            did_you_mean(name, BUILTIN_BACKENDS),
-        )
+    etcd_of(rendezvous)
+
+
+def conf_keys_of(backend: str) -> frozenset[str] | None:
+    """Return the keys of --rdzv-conf that a backend reads itself; None: it may read any key."""
+    return ETCD_KEYS if backend in BUILTIN_BACKENDS else None
 
 
 def open_backend(name: str, parameters: BackendParameters) -> Store | RendezvousHandler:
@@ -104,20 +94,18 @@ def open_backend(name: str, parameters: BackendParameters) -> Store | Rendezvous
     Raises:
         ConfigError: the plug-in cannot be imported, fails, or returns something else.
     """
-    function = import_function(name, "rdzv_backend")
+    function = import_function(name, RendezvousOptions, "backend")
     try:
         backend = function(parameters)
     except ConfigError:
         raise
     except Exception as error:
         # The plug-in may raise any exception. The message names the plug-in as the cause.
-        raise SettingError("{rdzv_backend} {0} failed: {1}", name, format_error(error)) from error
+        rule = f"must open its store or handler ({format_error(error)})"
+        raise OptionError(RendezvousOptions, "backend", rule, name) from error
     if not isinstance(backend, (Store, RendezvousHandler)):
-        raise SettingError(
-            "{rdzv_backend} {0} must return a Store or a RendezvousHandler, got {1}",
-            name,
-            type(backend).__name__,
-        )
+        rule = f"must return a Store or a RendezvousHandler, and not {type(backend).__name__}"
+        raise OptionError(RendezvousOptions, "backend", rule, name)
     return backend
 
 
@@ -158,16 +146,14 @@ class EtcdConfig:
 
     def __attrs_post_init__(self) -> None:
         if self.protocol not in (None, "http", "https"):
-            raise SettingError(
-                "{rdzv_conf} protocol must be http or https, got {0!r}", self.protocol
-            )
+            raise _conf_error("protocol must be http or https", self.protocol)
         if self.protocol == "http" and (self.cacert or self.cert):
-            raise SettingError(
-                "{rdzv_conf} protocol=http cannot be used with a CA or a client certificate"
-            )
+            rule = "must not have a CA or a client certificate with protocol=http"
+            raise _conf_error(rule, self.cacert or self.cert)
         for first, second in (("cert", "key"), ("user", "password_file")):
             if (getattr(self, first) is None) != (getattr(self, second) is None):
-                raise SettingError("{rdzv_conf} {0} and {1} must be given together", first, second)
+                one = getattr(self, first) or getattr(self, second)
+                raise _conf_error(f"must have {first} and {second} together", one)
         _ = self.members  # computed for its errors
 
     @property
@@ -191,9 +177,8 @@ class EtcdConfig:
             try:
                 password = Path(os.path.expanduser(self.password_file)).read_text().rstrip("\r\n")
             except (OSError, UnicodeDecodeError) as error:
-                raise SettingError(
-                    "{rdzv_conf} password_file cannot be read: {0}", error
-                ) from error
+                rule = f"password_file must be a file that can be read ({error})"
+                raise _conf_error(rule, self.password_file) from error
         return EtcdStore(
             [f"{member.protocol}://{member.address}" for member in self.members],
             prefix=self.prefix,
@@ -231,23 +216,23 @@ def read_etcd_config(endpoint: str, conf: Mapping[str, Any]) -> EtcdConfig:
         if name is None:
             continue
         if name in values:
-            raise SettingError("{rdzv_conf} has {0} in two spellings: give only one", key)
+            raise _conf_error(f"must have {name} in one spelling", key)
         if not str(value):
-            raise SettingError("{rdzv_conf} {0} must not be empty", key)
+            raise _conf_error(f"{key} must not be empty", value)
         values[name] = str(value)
     return EtcdConfig(endpoint, **values)
 
 
-def check_etcd_keys(backend: str, conf: Mapping[str, Any]) -> None:
-    """Check that no key of etcd is given for another backend.
+def etcd_of(rendezvous: RendezvousOptions) -> EtcdConfig | None:
+    """Return the etcd cluster of the rendezvous, or None with another backend.
 
     Raises:
-        ConfigError: such a key is given.
+        ConfigError: the settings contradict each other.
     """
-    keys = sorted(ETCD_KEYS & set(conf))
-    if keys and backend not in ETCD_BACKENDS:
-        raise SettingError(
-            "{rdzv_conf} {0} applies only to {rdzv_backend} etcd, not to {1}",
-            ", ".join(keys),
-            backend,
-        )
+    if rendezvous.is_single_node or rendezvous.backend not in ETCD_BACKENDS:
+        return None
+    return read_etcd_config(rendezvous.endpoint, rendezvous.conf)
+
+
+def _conf_error(rule: str, value: object) -> OptionError:
+    return OptionError(RendezvousOptions, "conf", rule, value)

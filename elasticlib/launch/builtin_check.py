@@ -170,9 +170,9 @@ def find_devices() -> list[str]:
     """Return the names of the CPU and of all accelerators that torch finds."""
     import torch
 
-    accelerator = getattr(torch, "accelerator", None)
-    if accelerator is not None and accelerator.is_available():
-        kind, count = accelerator.current_accelerator().type, accelerator.device_count()
+    current = torch.accelerator.current_accelerator()
+    if current is not None and torch.accelerator.is_available():
+        kind, count = current.type, torch.accelerator.device_count()
     else:
         kind, count = "cuda", torch.cuda.device_count() if torch.cuda.is_available() else 0
     return ["cpu", *(f"{kind}:{index}" for index in range(count))]

@@ -40,7 +40,7 @@ from .addresses import (
     resolve,
 )
 from .cli_output import argument_type, print_error
-from .endpoints import read_secret
+from .secret import read_secret
 
 CONNECT_TIMEOUT_S = 3.0
 IMPORT_TIMEOUT_S = 60.0  # importing torch takes seconds, and longer from a slow or busy disk

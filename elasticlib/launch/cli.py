@@ -22,18 +22,19 @@ SERVER_POLL_INTERVAL_S = 1.0
 STDOUT = "-"
 _UNSAFE_IN_FILE_NAMES = re.compile(r"[^\w.-]+")
 
-# The module of each subcommand, which defines `add_NAME(parser)`, and the help text.
+# In the order of their use: the module of each subcommand, which defines `add_NAME(parser)`, and
+# the help text.
 COMMANDS = {
+    "doctor": ("checks", "check this machine for problems that would prevent a job from running"),
     "store": ("store_command", "serve a store, or delete ended jobs from one"),
-    "checkpoints": ("checkpoints_command", "list or verify the checkpoints in a directory"),
-    "report": ("cli", "write an HTML report of a run (timeline, recoveries, failures)"),
     "status": ("status_command", "show the state, nodes, ranks and steps of a run"),
     "events": ("events_command", "print the events of a run, and follow them"),
     "stacks": ("request_command", "print the current Python stacks of a run's workers"),
     "drain": ("request_command", "let one node of a run save and leave"),
-    "stop": ("request_command", "let all nodes of a run save, and end the run"),
     "restart": ("request_command", "restart all workers of a run after they have saved"),
-    "doctor": ("checks", "check this machine for problems that would prevent a job from running"),
+    "stop": ("request_command", "let all nodes of a run save, and end the run"),
+    "report": ("cli", "write an HTML report of a run (timeline, recoveries, failures)"),
+    "checkpoints": ("checkpoints_command", "list or verify the checkpoints in a directory"),
 }
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 from ..errors import ConfigError
 from ..observe.formatting import format_table
 from ..sanitize import escape_control_chars, escape_to_one_line
-from .flags import flag_message
+from .layers import with_flags
 
 CLEAR_SCREEN = "\x1b[H\x1b[2J"  # also moves the cursor to the first line
 
@@ -35,14 +35,14 @@ def argument_type(parse: Callable[[str], T]) -> Callable[[str], T]:
         try:
             return parse(text)
         except ConfigError as error:
-            raise argparse.ArgumentTypeError(flag_message(error)) from None
+            raise argparse.ArgumentTypeError(str(with_flags(error, {}))) from None
 
     return convert
 
 
 def print_error(command: str, error: object, status: int) -> int:
     """Print an error to stderr and return the exit status."""
-    text = flag_message(error) if isinstance(error, ConfigError) else str(error)
+    text = str(with_flags(error, {}) if isinstance(error, ConfigError) else error)
     print(f"elasticlib {command}: {escape_control_chars(text)}", file=sys.stderr)
     return status
 

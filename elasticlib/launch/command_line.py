@@ -8,18 +8,18 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from .._version import __version__
-from ..defaults import UNSUPPORTED_TORCHRUN_OPTIONS
 from ..errors import did_you_mean
-from .flags import FLAGS, GROUPS, Flag
+from .flags import FLAGS, GROUPS, UNSUPPORTED, Flag
+from .layers import NOT_IMPLEMENTED
 
 EXTENSION_MARK = "[+]"  # marks the options in --help that torchrun does not have
-NOT_IMPLEMENTED = "elasticlib does not implement this flag of torchrun"
 
 _EPILOG = """\
 examples:
   elasticrun --standalone --nproc-per-node 2 train.py --epochs 3
   elasticrun --nnodes 1:4 --nproc-per-node 8 --rdzv-id job7 --rdzv-endpoint node0:29400 train.py
-
+"""
+_EXIT_CODES = """
 exit codes:
   0 success, 1 failure, 2 invalid command line or configuration,
   69 unfit node (see --node-check), 75 drained (see --drain-exit-code),
@@ -41,15 +41,16 @@ def build_parser(*, all_options: bool = True) -> Parser:
         f"The options are torchrun's; {EXTENSION_MARK} marks those that torchrun does not have. "
         "Options that are\nnot given are read from PET_* environment variables: PET_MAX_RESTARTS=3 "
         "is the same as\n--max-restarts 3.",
-        epilog=_EPILOG,
+        epilog=_EPILOG + _EXIT_CODES * all_options,
         formatter_class=_HelpFormatter,
         allow_abbrev=False,
         add_help=False,
     )
     parser.add_argument(
         "training_script",
-        help="a script, module (-m) or program (--no-python); a script must be a file, and not - "
-        "(standard input), because each worker reads it",
+        help="a script, module (-m) or program (--no-python)"
+        + "; a script must be a file, and not - (standard input), because each worker reads it"
+        * all_options,
     )
     script_args = parser.add_argument(
         "training_script_args", nargs=argparse.REMAINDER, help="arguments of the script"
@@ -58,9 +59,9 @@ def build_parser(*, all_options: bool = True) -> Parser:
     for title, flags in GROUPS.items():
         group = parser.add_argument_group(title)
         for flag in flags:
-            _add_flag(group, flag, is_shown=all_options or flag.is_common)
-    _add_information(group)
-    for dest, instead in UNSUPPORTED_TORCHRUN_OPTIONS.items():
+            _add_flag(group, flag, all_options=all_options)
+    _add_information(group, all_options=all_options)
+    for dest, instead in UNSUPPORTED.items():
         spellings = dict.fromkeys((f"--{dest.replace('_', '-')}", f"--{dest}"))
         parser.add_argument(
             *spellings, action=_RejectTorchrunFlag, const=instead, help=argparse.SUPPRESS
@@ -77,38 +78,29 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     return build_parser().parse_args(argv)
 
 
-def _add_flag(group: argparse._ArgumentGroup, flag: Flag, *, is_shown: bool) -> None:
+def _add_flag(group: argparse._ArgumentGroup, flag: Flag, *, all_options: bool) -> None:
     """Add a flag in its dash and underscore spellings.
 
-    The default is not stored in the namespace, so that other layers of settings can give a value.
+    The namespace gets texts and no defaults, so that other layers of settings can give a value.
     """
     names = [name.rstrip(",") for name in flag.usage.split(" ") if name.startswith("-")]
-    options: dict[str, Any] = {"action": "store_true"}
+    options: dict[str, Any] = {"action": "store_const", "const": "1"}
     if not flag.is_switch:
         options = {"choices": flag.choices, "metavar": flag.usage.rpartition(" ")[2]}
-        options |= {"action": "append"} if flag.type is list else {"type": flag.type}
+        options |= {"action": "append"} if flag.is_repeated else {}
+    help_text = flag.help if flag.is_common else argparse.SUPPRESS
+    if all_options:
+        help_text = f"{flag.help}{flag.details}"
     group.add_argument(
         *dict.fromkeys([*names, f"--{flag.dest}"]),
         dest=flag.dest,
         default=argparse.SUPPRESS,
-        help=_help_text(flag) if is_shown else argparse.SUPPRESS,
+        help=help_text,
         **options,
     )
 
 
-def _help_text(flag: Flag) -> str:
-    default = flag.default_text
-    if default is None and not flag.is_switch and flag.default not in (None, "", []):
-        default = f"{flag.default:g}" if flag.type is float else str(flag.default)
-    parts = (
-        flag.help,
-        f"(default: {default})" if default else "",
-        EXTENSION_MARK if flag.is_extension else "",
-    )
-    return " ".join(filter(None, parts))
-
-
-def _add_information(group: argparse._ArgumentGroup) -> None:
+def _add_information(group: argparse._ArgumentGroup, *, all_options: bool) -> None:
     group.add_argument(
         "-h",
         "--help",
@@ -126,7 +118,9 @@ def _add_information(group: argparse._ArgumentGroup) -> None:
         "--print_completion",
         action=_PrintCompletion,
         metavar="SHELL",
-        help="print a completion script for bash, zsh or tcsh (needs the package shtab) and exit",
+        help="print a completion script for bash, zsh or tcsh (needs the package shtab) and exit"
+        if all_options
+        else argparse.SUPPRESS,
     )
 
 
@@ -168,7 +162,22 @@ class _PrintCompletion(argparse.Action):
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Shows each option in its dash spelling only."""
+    """Shows each option in its dash spelling only, with the default of its field."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        flag = FLAGS.get(action.dest)
+        if flag is None:
+            return action.help
+        # Imported here, because only the help text needs attrs.
+        from .option_text import default_text
+
+        default = default_text(flag).replace("%", "%%")
+        parts = (
+            action.help,
+            f"(default: {default})" if default else "",
+            EXTENSION_MARK if flag.is_extension else "",
+        )
+        return " ".join(filter(None, parts))
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings:

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,13 +18,12 @@ import attrs
 
 from ..agent.elastic_agent import ElasticAgent
 from ..agent.interface import RunResult, SnapshotService
-from ..agent.options import AgentOptions, StopTimeouts
 from ..checkpoint.snapshot_service import NodeSnapshotService
-from ..compat.torch_launch import TorchrunOptions, read_torchrun_variables, to_launch_config
-from ..compat.torch_launch import values_of as values_of
 from ..endpoint import STORE_PORT, join_endpoint, split_endpoint
-from ..errors import ConfigError
+from ..errors import ConfigError, OptionError
+from ..options import AgentOptions, LaunchOptions
 from ..signal_inbox import PROCESS_SIGNALS, SignalInbox
+from ..signals import as_signal
 from ..stores.authentication import SECRET_ENV
 from ..workers.interface import Workers
 from ..workers.local_workers import LocalWorkers
@@ -37,10 +36,8 @@ from ..workers.spec import (
     entrypoint_name,
 )
 from .addresses import is_literal, is_localhost, is_loopback
-from .endpoints import read_secret
+from .backends import check_backend
 from .exit_summary import format_summary, write_failure_json
-from .flags import FLAGS, SettingError
-from .launch_config import TCP_BACKENDS, LaunchConfig, check_seconds
 from .node_check import make_node_check
 from .observability import (
     ObservabilityServer,
@@ -51,7 +48,9 @@ from .observability import (
 from .preemption import watch_for_preemption
 from .rendezvous_setup import RendezvousSetup, open_rendezvous
 from .run_id import with_run_id
+from .secret import read_secret
 from .target import run_name
+from .torch_config import LaunchConfig, to_options, with_environment
 from .worker_setup import check_local_resources, create_local_workers, worker_spec
 
 log = logging.getLogger("elasticlib.launch")
@@ -61,11 +60,11 @@ class elastic_launch:
     """Runs this node's part of a job: `elastic_launch(config, entrypoint)(*args)`.
 
     Args:
-        config: a `LaunchConfig`, elasticlib's or torch's.
+        config: `LaunchOptions`, or a `LaunchConfig`, elasticlib's or torch's.
         entrypoint: a picklable function, which gets `args` and may return a value; the name of a
             program; or an entry point of `elasticlib.workers.spec`. The arguments of the last two
             are strings.
-        health_check_server: not supported; use the config's `observe_port`.
+        health_check_server: not supported; use the port of `ObserveOptions`.
 
     Returns:
         A call returns the values of this node's workers by global rank.
@@ -78,16 +77,17 @@ class elastic_launch:
 
     def __init__(
         self,
-        config: LaunchConfig,
+        config: LaunchOptions | LaunchConfig,
         entrypoint: Callable[..., Any] | str | Entrypoint,
         health_check_server: None = None,
     ) -> None:
         if health_check_server is not None:
             raise ConfigError(
                 "health_check_server must be None, because it works only with torch's agent: use "
-                "observe_port of the config or TORCHELASTIC_HEALTH_CHECK_PORT"
+                "ObserveOptions(port=...) or TORCHELASTIC_HEALTH_CHECK_PORT"
             )
-        self._config = to_launch_config(config, LaunchConfig)
+        self._options = to_options(config)
+        check_backend(self._options.rendezvous)
         self._entrypoint = entrypoint
 
     def __call__(self, *args: Any) -> dict[int, Any]:
@@ -95,7 +95,7 @@ class elastic_launch:
         entrypoint = with_args(self._entrypoint, args)
         if isinstance(entrypoint, Function):
             pickled(entrypoint)
-        result = run_node(self._config, entrypoint)
+        result = run_node(self._options, entrypoint)
         return values_of(entrypoint_name(entrypoint), result)
 
 
@@ -117,7 +117,7 @@ def with_args(
 
 
 def run_node(
-    config: LaunchConfig,
+    options: LaunchOptions,
     entrypoint: Entrypoint,
     workers: Workers | None = None,
     *,
@@ -127,54 +127,54 @@ def run_node(
     """Run this node's agent until the job ends. Return the result, also if the job failed.
 
     Args:
-        config: the configuration of this node.
+        options: the options of this node.
         entrypoint: the program of the workers.
         workers: the workers to supervise; by default processes of this machine.
         on_start: receives the agent before it runs, for a thread that sends requests to it later.
         on_summary: receives the summary of what the run lost and where its logs are.
 
     Raises:
-        ConfigError: the configuration cannot work.
+        ConfigError: the options cannot work.
     """
-    config = with_run_id(with_torch_environment(config, os.environ), entrypoint)
-    options = config.supervision.agent
+    options = with_run_id(with_environment(options, os.environ), entrypoint)
+    agent_options, rendezvous_options = options.agent, options.rendezvous
+    check_backend(rendezvous_options)
     with contextlib.ExitStack() as stack:
-        signals = _open_signal_inbox(options, stack)
-        check_local_resources(config, entrypoint, os.environ)
-        secret = read_secret(os.environ, config.options.secret_file, "--rdzv-conf secret_file")
-        workers = workers or create_local_workers(config, os.environ)
-        snapshot_service = _make_snapshot_service(config, workers, secret)
-        rendezvous = open_rendezvous(config, secret)
+        signals = _open_signal_inbox(agent_options, stack)
+        check_local_resources(options, entrypoint, os.environ)
+        secret = read_secret(os.environ, rendezvous_options.secret_file, "--rdzv-conf secret_file")
+        workers = workers or create_local_workers(options, os.environ)
+        snapshot_service = _make_snapshot_service(options, workers, secret)
+        rendezvous = open_rendezvous(options, secret)
         stack.callback(rendezvous.close)
-        server = stack.enter_context(contextlib.closing(ObservabilityServer(config, os.environ)))
+        server = stack.enter_context(contextlib.closing(ObservabilityServer(options, os.environ)))
         journal = stack.enter_context(
-            open_journal(config, workers, rendezvous.node_id, endpoint=rendezvous.serves_at)
+            open_journal(options, workers, rendezvous.node_id, endpoint=rendezvous.serves_at)
         )
         # A handler that a plug-in opened has no store from which a status can be read.
-        _log_start(config, "" if rendezvous.store is None else journal.run_selector)
+        _log_start(options, "" if rendezvous.store is None else journal.run_selector)
         if secret is None:
-            _log_who_may_control(config, rendezvous)
+            _log_who_may_control(options, rendezvous)
         agent = ElasticAgent(
-            worker_spec(config, entrypoint),
+            worker_spec(options, entrypoint),
             rendezvous.handler,
             workers,
-            max_restarts=config.max_restarts,
-            stop_timeouts=StopTimeouts(shutdown_timeout=shutdown_timeout_of(config)),
-            monitor_interval=config.monitor_interval,
-            options=attrs.evolve(options, check_node=make_node_check(config) or options.check_node),
+            job=options.job,
+            options=agent_options,
+            check_node=make_node_check(options),
             snapshot_service=snapshot_service,
             journal=journal,
         )
         if rendezvous.own_server is not None:
             rendezvous.own_server.report_failure_to(agent.fail)
         # Until the end of this call, because a node that leaves often gets a second signal.
-        signals.capture(options.handled_signals)
+        signals.capture(agent_options.handled_signals)
         signals.forward_to(agent.handle_signal)
         server.start(agent, journal)
         on_start(agent)
         stack.enter_context(
             watch_for_preemption(
-                config.preemption_notice,
+                agent_options.preemption_notice,
                 lambda source, left_s: agent.request_drain(source, time_left_s=left_s),
             )
         )
@@ -182,7 +182,7 @@ def run_node(
         with make_node_observer(rendezvous, journal, agent, secret) or contextlib.nullcontext():
             result = agent.run()
         write_failure_json(workers, result)
-        lost = _serve_store_for_others(rendezvous, config, result, agent.signals)
+        lost = _serve_store_for_others(rendezvous, options, result, agent.signals)
         if lost:
             result = attrs.evolve(result, reason=f"{result.reason}; {lost}")
     on_summary(format_summary(journal, persistent_log_dir(workers)))
@@ -200,59 +200,43 @@ def _open_signal_inbox(options: AgentOptions, stack: contextlib.ExitStack) -> Si
     return signals
 
 
-def _log_start(config: LaunchConfig, found_by: str) -> None:
+def _log_start(options: LaunchOptions, found_by: str) -> None:
     hint = ""
     if found_by:
-        hint = f'; status: "elasticlib status {shlex.quote(found_by)}"{_remote_status_hint(config)}'
-    log.info("run %s started%s", config.run_id, hint)
+        hint = (
+            f'; status: "elasticlib status {shlex.quote(found_by)}"{_remote_status_hint(options)}'
+        )
+    log.info("run %s started%s", options.rendezvous.run_id, hint)
 
 
-def _remote_status_hint(config: LaunchConfig) -> str:
+def _remote_status_hint(options: LaunchOptions) -> str:
     """Return the command that shows the status on other machines; empty if there is none."""
-    is_tcp = config.rdzv_backend in TCP_BACKENDS
-    if config.max_nodes == 1 or config.is_single_node or not is_tcp:
+    rendezvous = options.rendezvous
+    if options.job.max_nodes == 1 or rendezvous.is_single_node or not rendezvous.is_tcp:
         return ""
-    host, port = split_endpoint(config.endpoints[0], STORE_PORT)
+    host, port = split_endpoint(rendezvous.endpoints[0], STORE_PORT)
     if is_localhost(host) or (is_literal(host) and is_loopback(host)):
         return ""
-    name = shlex.quote(run_name("tcp", join_endpoint(host, port), config.run_id))
+    name = shlex.quote(run_name("tcp", join_endpoint(host, port), rendezvous.run_id))
     return f' (from other machines: "elasticlib status {name}")'
 
 
-def _log_who_may_control(config: LaunchConfig, rendezvous: RendezvousSetup) -> None:
+def _log_who_may_control(options: LaunchOptions, setup: RendezvousSetup) -> None:
     """Log who may stop the job, because it has no secret."""
-    if rendezvous.store is None:
+    if setup.store is None:
         return  # Nobody may: requests need the store.
-    if config.is_single_node:
-        who = f"every user of this machine who reaches {rendezvous.serves_at}"
-    elif config.rdzv_backend in TCP_BACKENDS:
-        who = f"everyone who reaches {config.rdzv_endpoint}"
+    rendezvous = options.rendezvous
+    if rendezvous.is_single_node:
+        who = f"every user of this machine who reaches {setup.serves_at}"
+    elif rendezvous.is_tcp:
+        who = f"everyone who reaches {rendezvous.endpoint}"
     else:
-        who = f"everyone who can write to {config.rdzv_endpoint}"
+        who = f"everyone who can write to {rendezvous.endpoint}"
     log.info("%s can stop this job: set %s on all nodes to prevent that", who, SECRET_ENV)
 
 
-def with_torch_environment(config: LaunchConfig, environment: Mapping[str, str]) -> LaunchConfig:
-    """Return the configuration with the settings that torch's agent reads from variables.
-
-    A setting that the configuration sets itself is kept.
-
-    Raises:
-        ConfigError: a variable has an invalid value.
-    """
-    # The interpreter of the workers is read by torchrun, and not by its agent.
-    variables, _ = read_torchrun_variables(environment, python=False)
-    defaults, options = TorchrunOptions(), config.torchrun
-    unset = {
-        name: value
-        for name, value in variables.items()
-        if getattr(options, name) == getattr(defaults, name)
-    }
-    return attrs.evolve(config, torchrun=attrs.evolve(options, **unset))
-
-
 def _serve_store_for_others(
-    rendezvous: RendezvousSetup, config: LaunchConfig, result: RunResult, signals: SignalInbox
+    rendezvous: RendezvousSetup, options: LaunchOptions, result: RunResult, signals: SignalInbox
 ) -> str:
     """Serve the store for as long as the other nodes need it from this node.
 
@@ -264,36 +248,33 @@ def _serve_store_for_others(
     if result.state not in (WorkerState.DRAINED, WorkerState.STOPPED):
         return rendezvous.serve_until_nodes_left(give_up_reason)
     # With several endpoints, even a single other node finds the next store.
-    min_nodes = 1 if len(config.endpoints) > 1 else config.min_nodes
-    timeouts = StopTimeouts(shutdown_timeout=shutdown_timeout_of(config))
-    grace_s = config.supervision.agent.checkpoint_grace
+    min_nodes = 1 if len(options.rendezvous.endpoints) > 1 else options.job.min_nodes
+    agent = options.agent
     return rendezvous.serve_until_handover(
         give_up_reason,
-        config.rendezvous_timeouts,
+        options.rendezvous.timeouts,
         min_remaining_nodes=min_nodes,
-        stop_timeout=grace_s + timeouts.shutdown_timeout + timeouts.kill_timeout,
+        stop_timeout=agent.checkpoint_grace + agent.shutdown_timeout_s + agent.kill_timeout,
     )
 
 
 def _make_snapshot_service(
-    config: LaunchConfig, workers: Workers, secret: bytes | None
+    options: LaunchOptions, workers: Workers, secret: bytes | None
 ) -> SnapshotService | None:
     """Return the service that holds the snapshots of workers on this machine, or None."""
-    replicas = config.supervision.agent.snapshot_replicas
+    replicas = options.agent.snapshot_replicas
     if not isinstance(workers, LocalWorkers):
         if replicas:
-            raise SettingError(
-                "{snapshot_replicas} requires workers that are processes of this machine, got {0}",
-                type(workers).__name__,
-            )
+            rule = f"requires processes of this machine, and not {type(workers).__name__}"
+            raise OptionError(AgentOptions, "snapshot_replicas", rule, replicas)
         return None
     # Only nodes that use a TCP store have proved to each other that they know the secret.
-    is_authenticated = config.rdzv_backend in TCP_BACKENDS
+    is_authenticated = options.rendezvous.is_tcp
     return create_snapshot_service(
         workers,
         replicas=replicas,
         secret=secret if is_authenticated else None,
-        address=config.local_addr or "",
+        address=options.rendezvous.local_addr or "",
     )
 
 
@@ -317,19 +298,23 @@ def create_snapshot_service(
     )
 
 
-def shutdown_timeout_of(config: LaunchConfig) -> float:
-    """Return the seconds between SIGTERM and SIGKILL.
+def values_of(name: str, result: RunResult) -> dict[int, Any]:
+    """Return the values that the workers of a successful run returned, by global rank.
 
-    torch's variable is used if the configuration does not set the timeout.
+    Args:
+        name: the name of the entry point, for error messages.
+        result: the result of the run.
 
     Raises:
-        ConfigError: the variable has an invalid value.
+        ChildFailedError: the run failed.
+        SignalException: the run was stopped or drained.
     """
-    if config.shutdown_timeout is not None:
-        return config.shutdown_timeout
-    flag = FLAGS["shutdown_timeout"]
-    name = str(flag.variable)
-    text = os.environ.get(name)
-    seconds = flag.default if text is None else flag.parse(text, name)
-    check_seconds("shutdown_timeout", seconds)
-    return float(seconds)
+    if result.state is WorkerState.SUCCEEDED:
+        return result.return_values
+    # Imported here, because most runs do not fail.
+    from ..compat.failures import ChildFailedError, SignalException, to_process_failures
+
+    if result.state in (WorkerState.STOPPED, WorkerState.DRAINED):
+        message = f"{name}: {result.state.value}: {result.reason}"
+        raise SignalException(message, as_signal(result.signal), result)
+    raise ChildFailedError(name, to_process_failures(result.failures), result)

@@ -15,13 +15,13 @@ from ..sanitize import escape_control_chars
 from ..signal_inbox import PROCESS_SIGNALS
 from .command_line import parse_command_line
 from .console import log_level, start_logging, write_with_timeout
-from .flags import flag_message
 from .launcher_process import run_as_init
+from .layers import with_flags
 
 if TYPE_CHECKING:
     from ..agent.interface import RunResult
     from ..workers.interface import Workers
-    from .arguments import LaunchRequest
+    from .arguments import Launch
 
 log = logging.getLogger("elasticlib.launch")
 
@@ -57,7 +57,10 @@ def command(argv: Sequence[str] | None = None) -> int:
     try:
         return _run_command(sys.argv[1:] if argv is None else argv).exit_code
     except ConfigError as error:
-        print(f"elasticrun: error: {escape_control_chars(flag_message(error))}", file=sys.stderr)
+        print(
+            f"elasticrun: error: {escape_control_chars(str(with_flags(error, {})))}",
+            file=sys.stderr,
+        )
         return 2
 
 
@@ -78,7 +81,7 @@ def _run_command(argv: Sequence[str]) -> _CommandResult:
         from ..workers.error_file import make_error_record
 
         trace = "" if isinstance(error, ConfigError) else traceback.format_exc()
-        message = flag_message(error) if isinstance(error, ConfigError) else str(error)
+        message = str(with_flags(error, {}) if isinstance(error, ConfigError) else error)
         write_error_file(make_error_record(type(error).__name__, message, trace, int(wall())))
         raise
 
@@ -93,44 +96,43 @@ def _run(argv: Sequence[str]) -> _CommandResult:
     # --help and usage errors do not wait for the imports below.
     from .arguments import resolve_launch
 
-    request = resolve_launch(args, os.environ)
-    config = request.config
+    launch = resolve_launch(args, os.environ)
+    agent = launch.options.agent
     if PROCESS_SIGNALS.is_active:
         # Until the agent exists, nothing can be lost, and drain signals are kept for it.
-        PROCESS_SIGNALS.restrict_to(config.supervision.agent.handled_signals)
-        PROCESS_SIGNALS.end_process_on(config.supervision.agent.stop_signals)
-    if request.settings["dry_run"]:
+        PROCESS_SIGNALS.restrict_to(agent.handled_signals)
+        PROCESS_SIGNALS.end_process_on(agent.stop_signals)
+    if launch.is_dry_run:
         # Imported here, because it takes as long as reading the command line.
         from .dry_run import print_plan
 
-        print_plan(request, os.environ)
+        print_plan(launch, os.environ)
         return _CommandResult(0)
     level = log_level(os.environ.get("LOGLEVEL", "INFO"))
     start_logging(level, "%(asctime)s elasticrun: %(message)s")
-    for warning in request.settings.warnings:
+    for warning in launch.warnings:
         log.warning("%s", warning)
     from .worker_setup import prepared_local_workers
 
-    with prepared_local_workers(config, request.entrypoint, os.environ) as workers:
-        return _run_node(request, workers)
+    with prepared_local_workers(launch.options, launch.entrypoint, os.environ) as workers:
+        return _run_node(launch, workers)
 
 
-def _run_node(request: LaunchRequest, workers: Workers) -> _CommandResult:
+def _run_node(launch: Launch, workers: Workers) -> _CommandResult:
     # These imports run while the fork server imports torch.
     from ..workers.spec import WorkerState, entrypoint_name
     from .elastic_launch import run_node
     from .exit_summary import encode_error_file, format_result
 
-    config = request.config
     summary: list[str] = []
-    result = run_node(config, request.entrypoint, workers, on_summary=summary.append)
+    result = run_node(launch.options, launch.entrypoint, workers, on_summary=summary.append)
     # The reason is last, where users look first.
     _print_to_stderr("".join(summary) + format_result(result))
     if result.state in (WorkerState.FAILED, WorkerState.STOPPED):
         write_error_file(encode_error_file(result, wall()))
     is_drained = result.state is WorkerState.DRAINED
-    exit_code = config.supervision.drain_exit_code if is_drained else result.exit_code
-    return _CommandResult(exit_code, result, entrypoint_name(request.entrypoint))
+    exit_code = launch.options.agent.drain_exit_code if is_drained else result.exit_code
+    return _CommandResult(exit_code, result, entrypoint_name(launch.entrypoint))
 
 
 def write_error_file(record: bytes) -> None:

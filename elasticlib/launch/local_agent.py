@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 
-from ..agent.elastic_agent import ElasticAgent
-from ..agent.options import AgentOptions, StopTimeouts
+from ..agent.elastic_agent import CheckNode, ElasticAgent
 from ..clock import Clock, monotonic
 from ..observe.journal import Journal
+from ..options import AgentOptions, RendezvousSettings
 from ..rendezvous.interface import RendezvousHandler
 from ..workers.local_workers import LocalWorkers
 from ..workers.spec import WorkerSpec
@@ -25,10 +25,9 @@ class LocalElasticAgent(ElasticAgent):
         handler: the rendezvous. The agent closes it at the end of the run.
         workers: runs the workers. The default is a `LocalWorkers` with the environment of this
             process, which ignores the drain signals of `options`.
-        max_restarts: as for `ElasticAgent`.
-        stop_timeouts: as for `ElasticAgent`.
-        monitor_interval: as for `ElasticAgent`.
+        job: as for `ElasticAgent`.
         options: as for `ElasticAgent`.
+        check_node: as for `ElasticAgent`.
         journal: as for `ElasticAgent`.
         clock: the time source.
 
@@ -42,10 +41,9 @@ class LocalElasticAgent(ElasticAgent):
         handler: RendezvousHandler,
         workers: LocalWorkers | None = None,
         *,
-        max_restarts: int | None = None,
-        stop_timeouts: StopTimeouts | None = None,
-        monitor_interval: float = 0.1,
+        job: RendezvousSettings | None = None,
         options: AgentOptions | None = None,
+        check_node: CheckNode | None = None,
         journal: Journal | None = None,
         clock: Clock = monotonic,
     ) -> None:
@@ -57,10 +55,9 @@ class LocalElasticAgent(ElasticAgent):
             spec,
             handler,
             local,
-            max_restarts=max_restarts,
-            stop_timeouts=stop_timeouts,
-            monitor_interval=monitor_interval,
+            job=job,
             options=options,
+            check_node=check_node,
             snapshot_service=create_snapshot_service(local, replicas=options.snapshot_replicas),
             journal=journal,
             clock=clock,

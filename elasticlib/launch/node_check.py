@@ -20,11 +20,12 @@ import attrs
 
 from ..clock import monotonic
 from ..errors import require_not_none
+from ..options import LaunchOptions
 from ..python_command import python_command
 from ..sanitize import escape_control_chars, escape_to_one_line, shorten
 from ..signals import signal_name
 from ..workers.spec import AGENT_ONLY_VARIABLES
-from .launch_config import TCP_BACKENDS, LaunchConfig
+from .backends import etcd_of
 
 log = logging.getLogger("elasticlib.launch")
 
@@ -48,7 +49,7 @@ eval "$1"
 
 @attrs.frozen
 class NodeCheck:
-    """A check of this node by a command: the `check_node` of `AgentOptions`."""
+    """A check of this node by a command: the `check_node` of an `ElasticAgent`."""
 
     command: str  # for the shell; the node is fit if it exits with 0
     timeout_s: float  # a command that takes longer is killed, and the node is not fit
@@ -78,31 +79,32 @@ class NodeCheck:
         return f"{self.name} {problem}{details}{consequence}"
 
 
-def make_node_check(config: LaunchConfig) -> NodeCheck | None:
-    """Return the node check of a configuration, or None if it has none."""
-    command = config.node_check
+def make_node_check(options: LaunchOptions) -> NodeCheck | None:
+    """Return the node check of a launch, or None if it has none."""
+    command = options.agent.node_check
     if command is None:
         return None
     name = f"the node check {escape_to_one_line(shorten(command, MAX_COMMAND_CHARS))!r}"
     if command == BUILTIN:
-        command, name = builtin_command(config), "the built-in node check"
-    consequence = describe_consequence(config.min_nodes, config.max_nodes)
-    return NodeCheck(command, config.node_check_timeout, name, consequence)
+        command, name = builtin_command(options), "the built-in node check"
+    consequence = describe_consequence(options.job.min_nodes, options.job.max_nodes)
+    return NodeCheck(command, options.agent.node_check_timeout, name, consequence)
 
 
-def builtin_command(config: LaunchConfig) -> str:
+def builtin_command(options: LaunchOptions) -> str:
     """Return the shell command of the built-in check, with the store and directories to check."""
+    rendezvous, log_dir = options.rendezvous, options.output.log_dir
     endpoints: Sequence[str] = ()
     args: list[str] = []
-    if (etcd := config.etcd_config) is not None:
+    if (etcd := etcd_of(rendezvous)) is not None:
         endpoints = [member.address for member in etcd.members]
-    elif config.rdzv_backend in TCP_BACKENDS and not config.is_single_node:
-        endpoints = config.endpoints
-    elif config.rdzv_backend == "file":
-        args += ["--directory", os.path.expanduser(config.rdzv_endpoint)]
+    elif rendezvous.is_tcp and not rendezvous.is_single_node:
+        endpoints = rendezvous.endpoints
+    elif rendezvous.backend == "file":
+        args += ["--directory", os.path.expanduser(rendezvous.endpoint)]
     args += [text for endpoint in endpoints for text in ("--endpoint", endpoint)]
-    if config.log_dir is not None:
-        args += ["--directory", config.log_dir]
+    if log_dir is not None:
+        args += ["--directory", os.path.expanduser(log_dir)]
     return shlex.join(python_command("elasticlib.launch.builtin_check", *args))
 
 

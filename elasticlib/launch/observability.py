@@ -17,12 +17,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-import attrs
-
 from .._version import versions
 from ..agent.elastic_agent import ElasticAgent
 from ..clock import monotonic
-from ..errors import ConfigError, format_error
+from ..errors import ConfigError, OptionError, format_error
 from ..observe import event_kinds as kinds
 from ..observe.aggregate import NodeStatus
 from ..observe.event import Event
@@ -33,29 +31,22 @@ from ..observe.metrics import CONTENT_TYPE, MetricsFormatter, MetricsSnapshot
 from ..observe.runs import RunRegistration, remove_old_records
 from ..observe.summary import NodeReport
 from ..observe.totals import totals_of
+from ..options import LaunchOptions, ObserveOptions
 from ..rendezvous.handler import DynamicRendezvousHandler
 from ..rendezvous.interface import RendezvousHandler
 from ..rendezvous.membership import Node
 from ..workers.interface import Workers
 from ..workers.local_workers import LocalWorkers
 from .backends import import_function
-from .flags import SettingError
-from .launch_config import (
-    HEALTH_VARIABLE,
-    OBSERVE_FLAG,
-    LaunchConfig,
-    health_port,
-)
 from .observer import NodeObserver, heartbeats_of
+from .option_text import recorded_settings
 from .rendezvous_setup import RendezvousSetup
+from .torch_config import HEALTH_VARIABLE, health_address
 
 log = logging.getLogger("elasticlib.launch")
 
+OBSERVE_FLAG = "--observe-port"
 HEALTH_PATH, STATUS_PATH, METRICS_PATH = "/healthz", "/status.json", "/metrics"
-_ALWAYS_RECORDED = (
-    *("min_nodes", "max_nodes", "nproc_per_node", "max_restarts", "start_method"),
-    *("rdzv_backend", "rdzv_endpoint", "role"),
-)
 
 
 # -- events ----------------------------------------------------------------------------------------
@@ -63,7 +54,7 @@ _ALWAYS_RECORDED = (
 
 @contextlib.contextmanager
 def open_journal(
-    config: LaunchConfig,
+    options: LaunchOptions,
     workers: Workers,
     node_id: str,
     *,
@@ -72,7 +63,7 @@ def open_journal(
     """Open this node's journal, and record the start of the run.
 
     Args:
-        config: the configuration of this node.
+        options: the options of this node.
         workers: the workers, whose log directory holds the events if it is kept.
         node_id: the id of this node.
         endpoint: the endpoint at which this node serves the store, or an empty string.
@@ -83,13 +74,13 @@ def open_journal(
     log_dir = persistent_log_dir(workers)
     with contextlib.ExitStack() as stack:
         listeners: list[EventListener] = [MissingRestoreWarning()]
-        if config.on_event is not None:
-            listeners.append(stack.enter_context(EventHook(config.on_event)))
-        path, selector = None, ""
-        if config.events:
-            path, selector = _register_run(stack, config.run_id, log_dir)
+        if options.observe.on_event is not None:
+            listeners.append(stack.enter_context(EventHook(options.observe.on_event)))
+        run_id, path, selector = options.rendezvous.run_id, None, ""
+        if options.observe.events:
+            path, selector = _register_run(stack, run_id, log_dir)
         journal = NodeJournal(
-            config.run_id,
+            run_id,
             node_id,
             path,
             listeners=listeners,
@@ -99,10 +90,10 @@ def open_journal(
         started = kinds.RunStarted(
             host=socket.gethostname(),
             pid=os.getpid(),
-            slots=config.nproc_per_node,
-            settings=_recorded_settings(config),
+            slots=options.workers.count,
+            settings=recorded_settings(options),
             log_dir=log_dir,
-            lease_ttl_seconds=config.rendezvous_timeouts.lease_ttl,
+            lease_ttl_seconds=options.rendezvous.timeouts.lease_ttl,
             endpoint=endpoint,
             versions=versions(),
             command=command_line(),
@@ -153,21 +144,6 @@ def _register_run(
     return registration.events, run_id
 
 
-def _recorded_settings(config: LaunchConfig) -> dict[str, str]:
-    """Return the most important settings, and the others that differ from their defaults."""
-    settings = {name: getattr(config, name) for name in _ALWAYS_RECORDED}
-    for field in attrs.fields(LaunchConfig):
-        value = getattr(config, field.name)
-        is_plain = isinstance(value, str | int | float | bool)
-        if is_plain and value != field.default and field.name != "run_id":
-            settings[field.name] = value
-    if config.rdzv_configs and not config.is_plugin_backend:
-        # The keys of built-in backends hold no secrets, only the names of files with secrets.
-        pairs = (f"{key}={text}" for key, text in config.rdzv_configs.items())
-        settings["rdzv_conf"] = ",".join(pairs)
-    return {name: str(value) for name, value in settings.items()}
-
-
 class EventHook(EventListener):
     """Calls the user's `on_event` function with each event.
 
@@ -187,9 +163,10 @@ class EventHook(EventListener):
         self.label = f"the on_event function {name}"
         self._num_failed = 0  # calls that raised
         if isinstance(function, str):
-            function = import_function(function, "on_event")
+            function = import_function(function, ObserveOptions, "on_event")
             if not callable(function):
-                raise SettingError("{on_event} {0} must be a function, got {1!r}", name, function)
+                rule = f"must name a function, and {name} is none"
+                raise OptionError(ObserveOptions, "on_event", rule, function)
         self._function = function
 
     def __enter__(self) -> EventHook:
@@ -275,7 +252,7 @@ def observe_node(
         workers: the workers of the agent.
         path: the file to which events are appended, for `elasticlib report`.
         node: this node; by default, the node of a `DynamicRendezvousHandler`.
-        on_event: called with each event of this node, as `on_event` of a `LaunchConfig` is.
+        on_event: called with each event of this node, as `on_event` of `ObserveOptions` is.
 
     Raises:
         ConfigError: `node` is missing, and the handler has no node.
@@ -350,16 +327,16 @@ class ObservabilityServer:
         ConfigError: the port of --observe-port cannot be bound.
     """
 
-    def __init__(self, config: LaunchConfig, environment: Mapping[str, str]) -> None:
+    def __init__(self, options: LaunchOptions, environment: Mapping[str, str]) -> None:
         self._servers: list[tuple[HttpServer, tuple[str, ...]]] = []  # with the paths of each
-        health_address = health_port(environment)
-        if config.observe_address is not None:
+        health, address = health_address(environment), options.observe.address
+        if address is not None:
             paths = (HEALTH_PATH, STATUS_PATH, METRICS_PATH)
-            self._bind(OBSERVE_FLAG, config.observe_address, paths)
-        if health_address is not None:
+            self._bind(OBSERVE_FLAG, address, paths)
+        if health is not None:
             try:
                 # Only the health page, because probes from other machines need no more.
-                self._bind(HEALTH_VARIABLE, health_address, (HEALTH_PATH, "/"))
+                self._bind(HEALTH_VARIABLE, health, (HEALTH_PATH, "/"))
             except ConfigError as error:
                 # Other launches on this machine may have the same variable. The first one binds.
                 log.warning("this node does not answer health checks: %s", error)

@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator
 from ..errors import format_error
 from ..sanitize import escape_to_one_line, shorten
 from ..threads import daemon_thread, only_logged, start_thread
-from .backends import is_function_name
-from .flags import SettingError
 from .metadata_services import AwsSource, AzureSource, GcpSource, find_service
 from .preemption_notice import FileSource, FunctionSource, NoticeSource, PreemptionNotice
 
@@ -25,7 +23,6 @@ log = logging.getLogger("elasticlib.launch")
 MAX_POLL_INTERVAL_S = 10.0
 MAX_REASON_CHARS = 200
 FILE_PREFIX = "file:"
-SERVICE_NAMES = ("auto", "aws", "aws:rebalance", "gcp", "azure", "azure:approve")
 
 
 class PreemptionWatcher:
@@ -112,33 +109,15 @@ def describe(source: NoticeSource, notice: PreemptionNotice) -> str:
     return f"a preemption notice ({source.name}: {reason}{limit})"
 
 
-def check_source_name(text: str) -> None:
-    """Check the value of --preemption-notice without importing or asking anything.
-
-    Raises:
-        ConfigError: the value names no source.
-    """
-    is_file = text.startswith(FILE_PREFIX) and len(text) > len(FILE_PREFIX)
-    is_function = is_function_name(text) and text.partition(":")[0] not in SERVICE_NAMES
-    if text not in SERVICE_NAMES and not is_file and not is_function:
-        raise SettingError(
-            "{preemption_notice} must be one of {0}, file:PATH or package.module:function, "
-            "got {1!r}",
-            ", ".join(SERVICE_NAMES),
-            text,
-        )
-
-
 def open_source(text: str) -> NoticeSource | None:
-    """Return the source that a value of --preemption-notice names.
+    """Return the source that a valid value of --preemption-notice names.
 
     Returns:
         The source. None if the value is "auto" and no service answers.
 
     Raises:
-        ConfigError: the value names no source, or a function that cannot be imported.
+        ConfigError: the value names a function that cannot be imported.
     """
-    check_source_name(text)
     if text.startswith(FILE_PREFIX):
         return FileSource(text.removeprefix(FILE_PREFIX))
     name, _, option = text.partition(":")

@@ -16,9 +16,9 @@ from typing import Any
 
 import attrs
 
-from ..errors import ConfigError
+from ..errors import ConfigError, OptionError
+from ..options import AgentOptions
 from .backends import import_function
-from .flags import SettingError
 
 FUNCTION_POLL_INTERVAL_S = 1.0  # between two calls of a user's function
 FILE_POLL_INTERVAL_S = 0.2
@@ -142,11 +142,10 @@ class FunctionSource(NoticeSource):
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._function: Callable[[], Any] = import_function(name, "preemption_notice")
+        self._function: Callable[[], Any] = import_function(name, AgentOptions, "preemption_notice")
         if not callable(self._function):
-            raise SettingError(
-                "{preemption_notice} {0} must be a function, got {1!r}", name, self._function
-            )
+            rule = f"must name a function, and {name} is none"
+            raise OptionError(AgentOptions, "preemption_notice", rule, self._function)
 
     def poll(self) -> PreemptionNotice | None:
         notice = self._function()

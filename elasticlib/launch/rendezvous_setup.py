@@ -14,17 +14,17 @@ import attrs
 from ..clock import monotonic
 from ..errors import ElasticError, StoreConnectionError, StoreError
 from ..observe.formatting import plural
+from ..options import LaunchOptions, RendezvousTimeouts
 from ..rendezvous.bootstrap_store import torch_store_opener
 from ..rendezvous.handler import DynamicRendezvousHandler
 from ..rendezvous.interface import RendezvousHandler
-from ..rendezvous.membership import JobPhase, Node, RendezvousTimeouts
+from ..rendezvous.membership import JobPhase, Node
 from ..rendezvous.store_layout import JobListing, StoreKeys
 from ..stores.file_store import FileStore
 from ..stores.interface import Store
 from ..stores.tcp_server import TcpStoreServer
 from .addresses import outward_address
-from .backends import BackendParameters, open_backend
-from .launch_config import LaunchConfig
+from .backends import BackendParameters, etcd_of, open_backend
 from .store_host import TcpStoreHost, TorchStoreProxy, local_address_for, local_server
 
 log = logging.getLogger("elasticlib.launch")
@@ -163,13 +163,13 @@ def has_running_workers(job: JobListing) -> bool:
     )
 
 
-def open_rendezvous(config: LaunchConfig, secret: bytes | None = None) -> RendezvousSetup:
+def open_rendezvous(options: LaunchOptions, secret: bytes | None = None) -> RendezvousSetup:
     """Open the store, which this node may host, and create the handler.
 
     No other node is waited for.
 
     Args:
-        config: the configuration of this node.
+        options: the options of this node.
         secret: the secret that nodes must prove in order to use a TCP store. Other stores do not
             use it.
 
@@ -178,79 +178,82 @@ def open_rendezvous(config: LaunchConfig, secret: bytes | None = None) -> Rendez
     """
     server: TcpStoreServer | None = None
     find_store_proxy: Callable[[], TorchStoreProxy | None] | None = None
-    node = _node(config, config.local_addr or "")
-    if config.is_plugin_backend:
-        backend = open_backend(config.rdzv_backend, _parameters(config, node))
+    rendezvous = options.rendezvous
+    node = _node(options, rendezvous.local_addr or "")
+    if not rendezvous.is_builtin:
+        backend = open_backend(rendezvous.backend, _parameters(options, node))
         if isinstance(backend, RendezvousHandler):
-            return RendezvousSetup(backend, None, None, config.run_id, node.id)
+            return RendezvousSetup(backend, None, None, rendezvous.run_id, node.id)
         store, find_address = backend, outward_address
-    elif config.rdzv_backend == "file":
-        store = FileStore(config.rdzv_endpoint, timeout=config.options.read_timeout)
+    elif rendezvous.backend == "file":
+        store = FileStore(rendezvous.endpoint, timeout=rendezvous.read_timeout)
         find_address = outward_address
-    elif (etcd := config.etcd_config) is not None:
-        store = etcd.open(config.store_timeout_s)
+    elif (etcd := etcd_of(rendezvous)) is not None:
+        store = etcd.open(rendezvous.store_timeout_s)
         find_address = etcd.find_address
     else:
-        host = TcpStoreHost(config, secret)
+        host = TcpStoreHost(options, secret)
         server, tcp_store = host.open()
         store, find_address = tcp_store, partial(local_address_for, tcp_store)
         find_store_proxy = host.proxy_finder(server, tcp_store)
 
     handler = DynamicRendezvousHandler(
         store,
-        config.run_id,
+        rendezvous.run_id,
         node,
-        config.rendezvous_settings,
-        timeouts=config.rendezvous_timeouts,
-        backend=config.rdzv_backend,
+        options.job,
+        timeouts=rendezvous.timeouts,
+        backend=rendezvous.backend,
         find_address=find_address,
         find_store_proxy=find_store_proxy,
-        open_bootstrap_store=torch_store_opener(config.torchrun.use_libuv),
+        open_bootstrap_store=torch_store_opener(options.workers.use_libuv is not False),
     )
-    return RendezvousSetup(handler, store, server, config.run_id, node.id)
+    return RendezvousSetup(handler, store, server, rendezvous.run_id, node.id)
 
 
-def open_store_for_reading(config: LaunchConfig, timeout: float) -> Store:
+def open_store_for_reading(options: LaunchOptions, timeout: float) -> Store:
     """Return the store of a plug-in for a reader that is no node of the job.
 
     Args:
-        config: the configuration of the job.
+        options: the options of the job.
         timeout: seconds within which a call of the store ends.
 
     Raises:
         ConfigError: the plug-in cannot be opened.
         StoreConnectionError: the plug-in opens a handler and no store.
     """
-    parameters = attrs.evolve(_parameters(config, _node(config, "")), timeout=timeout)
-    backend = open_backend(config.rdzv_backend, parameters)
+    parameters = attrs.evolve(_parameters(options, _node(options, "")), timeout=timeout)
+    name = options.rendezvous.backend
+    backend = open_backend(name, parameters)
     if isinstance(backend, Store):
         return backend
     raise StoreConnectionError(
-        f"--rdzv-backend {config.rdzv_backend} has no store that can be read: use the events on "
-        "the machines of its nodes"
+        f"--rdzv-backend {name} has no store that can be read: use the events on the machines of "
+        "its nodes"
     )
 
 
-def _parameters(config: LaunchConfig, node: Node) -> BackendParameters:
+def _parameters(options: LaunchOptions, node: Node) -> BackendParameters:
+    rendezvous = options.rendezvous
     return BackendParameters(
-        endpoint=config.rdzv_endpoint,
-        run_id=config.run_id,
-        options=config.plugin_options,
-        timeout=config.store_timeout_s,
+        endpoint=rendezvous.endpoint,
+        run_id=rendezvous.run_id,
+        options=rendezvous.conf,
+        timeout=rendezvous.store_timeout_s,
         node=attrs.evolve(node, address=node.address or outward_address()),
-        settings=config.rendezvous_settings,
-        timeouts=config.rendezvous_timeouts,
+        settings=options.job,
+        timeouts=rendezvous.timeouts,
     )
 
 
-def _node(config: LaunchConfig, address: str) -> Node:
+def _node(options: LaunchOptions, address: str) -> Node:
     host = socket.gethostname()
     return Node(
         id=f"{host}-{os.getpid()}-{secrets.token_hex(4)}",
         host=host,
         address=address,
-        slots=config.nproc_per_node,
-        role=config.role,
-        rank_hint=config.node_rank,
-        topology=config.topology,
+        slots=options.workers.count,
+        role=options.workers.role,
+        rank_hint=options.rendezvous.node_rank,
+        topology=options.rendezvous.topology,
     )

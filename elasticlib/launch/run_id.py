@@ -8,23 +8,25 @@ import secrets
 
 import attrs
 
-from ..observe.runs import NO_ID
+from ..options import NO_ID, LaunchOptions
 from ..workers.spec import Entrypoint, Function, Module, entrypoint_name
-from .launch_config import LaunchConfig
 
 MAX_NAME_CHARS = 40
 _UNSAFE = re.compile(r"[^\w.]+")  # would need quotes in a shell, or means something in a path
 
 
-def with_run_id(config: LaunchConfig, entrypoint: Entrypoint) -> LaunchConfig:
-    """Return the configuration with a generated id if it has none and no other node must know it.
+def with_run_id(options: LaunchOptions, entrypoint: Entrypoint) -> LaunchOptions:
+    """Return the options with a generated id if they have none and no other node must know it.
 
-    Nodes that share a store keep the id `none`, because all of them must have the same id.
+    Nodes that share a store get the id `none`, because all of them must have the same id.
     """
-    is_missing = config.run_id == NO_ID and config.is_single_node
-    if config.run_id and not is_missing:
-        return config
-    return attrs.evolve(config, run_id=generate_run_id(entrypoint))
+    rendezvous = options.rendezvous
+    run_id = rendezvous.run_id
+    if not run_id and options.job.max_nodes > 1:
+        run_id = NO_ID
+    elif not run_id or (run_id == NO_ID and rendezvous.is_single_node):
+        run_id = generate_run_id(entrypoint)
+    return attrs.evolve(options, rendezvous=attrs.evolve(rendezvous, run_id=run_id))
 
 
 def generate_run_id(entrypoint: Entrypoint) -> str:

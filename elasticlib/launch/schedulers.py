@@ -15,7 +15,6 @@ from math import prod
 
 from ..endpoint import join_endpoint
 from ..errors import ConfigError
-from .flags import SettingError
 
 SchedulerSettings = Mapping[str, tuple[str, str]]
 SchedulerDetector = Callable[[Mapping[str, str]], "SchedulerSettings | None"]
@@ -53,11 +52,9 @@ def detect_scheduler(name: str, environment: Mapping[str, str]) -> tuple[str, Sc
     if name == "auto":
         return "none", {}
     variable = {"slurm": "SLURM_JOB_ID", "skypilot": "SKYPILOT_NODE_IPS"}[name]
-    raise SettingError(
-        "{scheduler} {0}: {1} is not set, so {0} did not start this process; run elasticrun in a "
-        "{0} job, or remove the option",
-        name,
-        variable,
+    raise ConfigError(
+        f"--scheduler {name}: {variable} is not set, so {name} did not start this process; run "
+        f"elasticrun in a {name} job, or remove the option"
     )
 
 
@@ -120,11 +117,9 @@ def _size_and_nodelist_variables(
         return "SLURM_STEP_NUM_NODES", "SLURM_STEP_NODELIST"
     size = "SLURM_JOB_NUM_NODES"
     if environment.get(size, "1") != "1":
-        raise SettingError(
-            "{0}={1}, but srun did not start elasticrun: use srun --ntasks-per-node=1 elasticrun "
-            "..., or {scheduler} none",
-            size,
-            environment[size],
+        raise ConfigError(
+            f"{size}={environment[size]}, but srun did not start elasticrun: use srun "
+            "--ntasks-per-node=1 elasticrun ..., or --scheduler none"
         )
     return size, "SLURM_JOB_NODELIST"
 
@@ -132,17 +127,15 @@ def _size_and_nodelist_variables(
 def _check_one_agent_per_node(environment: Mapping[str, str]) -> None:
     parts = environment.get("SLURM_HET_SIZE")
     if parts:
-        raise SettingError(
-            "SLURM_HET_SIZE={0}: each component of a heterogeneous job would be a separate job; "
-            "use {scheduler} none and give {nnodes}, {rdzv_id} and {rdzv_endpoint}",
-            parts,
+        raise ConfigError(
+            f"SLURM_HET_SIZE={parts}: each component of a heterogeneous job would be a separate "
+            "job; use --scheduler none and give --nnodes, --rdzv-id and --rdzv-endpoint"
         )
     tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", "1")
     if any(count != "1" for count in re.sub(r"\(x[0-9]+\)", "", tasks).split(",")):
-        raise SettingError(
-            "SLURM_STEP_TASKS_PER_NODE={0}: one elasticrun per node starts all of the node's "
-            "workers; use srun --ntasks-per-node=1, and {nproc_per_node}",
-            tasks,
+        raise ConfigError(
+            f"SLURM_STEP_TASKS_PER_NODE={tasks}: one elasticrun per node starts all of the node's "
+            "workers; use srun --ntasks-per-node=1, and --nproc-per-node"
         )
 
 

@@ -45,8 +45,8 @@ def add_store(parser: argparse.ArgumentParser) -> None:
 def _serve_store(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     from ..signal_inbox import SignalInbox
     from ..stores.tcp_server import TcpStoreServer
-    from .endpoints import read_secret
     from .launcher_process import raise_open_file_limit
+    from .secret import read_secret
 
     if args.bind is None:
         parser.error("--bind is required to serve a store")

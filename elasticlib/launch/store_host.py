@@ -18,6 +18,7 @@ import attrs
 
 from ..endpoint import STORE_PORT, join_endpoint, split_endpoint
 from ..errors import ConfigError, StoreConnectionError
+from ..options import LaunchOptions, RendezvousOptions
 from ..stores.failover_store import FailoverStore, StoreEndpoint
 from ..stores.interface import Store
 from ..stores.tcp_client import TcpStore
@@ -34,7 +35,6 @@ from .addresses import (
     outward_address,
     resolve,
 )
-from .launch_config import LaunchConfig
 from .launcher_process import raise_open_file_limit
 
 log = logging.getLogger("elasticlib.launch")
@@ -80,34 +80,35 @@ def local_server(store: Store | None, own: TcpStoreServer | None) -> TcpStoreSer
     return store.server if isinstance(store, FailoverStore) else own
 
 
-def is_designated_host(config: LaunchConfig) -> bool | None:
+def is_designated_host(rendezvous: RendezvousOptions) -> bool | None:
     """Return whether the settings make this node the host of the store.
 
     Returns:
         None if they leave that to the address of the endpoint.
     """
-    designated = config.options.is_host
-    if config.rdzv_backend == "static" and designated is None:
-        return config.node_rank == 0
+    designated = rendezvous.is_host
+    if rendezvous.backend == "static" and designated is None:
+        return rendezvous.node_rank == 0
     return designated
 
 
 class TcpStoreHost:
     """Opens the TCP store of a launch, and serves it if this node is the host."""
 
-    def __init__(self, config: LaunchConfig, secret: bytes | None) -> None:
-        self._config = config
+    def __init__(self, options: LaunchOptions, secret: bytes | None) -> None:
+        self._rendezvous = options.rendezvous
+        self._max_nodes = options.job.max_nodes
+        self._num_workers = options.job.max_nodes * options.workers.count
         self._secret = secret
-        self._is_designated = is_designated_host(config)
+        self._is_designated = is_designated_host(options.rendezvous)
         self._last_message = ""  # the last logged decision
         self._is_address_in_use = False  # by another process of this machine
         self._checked_endpoints: set[str] = set()
         self._serves_all_addresses = False
-        num_workers = config.max_nodes * config.nproc_per_node
         self._torch_connections = 0  # for which descriptors are reserved; static jobs only
-        if config.rdzv_backend == "static":
+        if options.rendezvous.backend == "static":
             per_worker = TORCH_CONNECTIONS_PER_WORKER
-            self._torch_connections = RESERVED_DESCRIPTORS + per_worker * num_workers
+            self._torch_connections = RESERVED_DESCRIPTORS + per_worker * self._num_workers
 
     def open(self) -> tuple[TcpStoreServer | None, TcpStore | FailoverStore]:
         """Return the server that this node runs, or None, and a client of the store.
@@ -117,11 +118,10 @@ class TcpStoreHost:
         Raises:
             ConfigError: the endpoint contradicts the settings.
         """
-        config = self._config
-        if config.is_single_node:
+        if self._rendezvous.is_single_node:
             server = self._start_server("127.0.0.1", 0)
             return server, self._client(server.host, server.port)
-        addresses = [split_endpoint(name, STORE_PORT) for name in config.endpoints]
+        addresses = [split_endpoint(name, STORE_PORT) for name in self._rendezvous.endpoints]
         endpoints = [
             StoreEndpoint(
                 join_endpoint(host, port),
@@ -130,7 +130,7 @@ class TcpStoreHost:
             )
             for host, port in addresses
         ]
-        failover_timeout = config.rendezvous_timeouts.lease_ttl
+        failover_timeout = self._rendezvous.timeouts.lease_ttl
         if len(endpoints) > 1:
             return None, FailoverStore(endpoints, failover_timeout=failover_timeout)
         ((host, port),) = addresses
@@ -176,7 +176,7 @@ class TcpStoreHost:
         stays, because they use the store that it serves.
         """
         endpoint, last_message = join_endpoint(host, hosted.port), ""
-        interval = NAME_CHECK_INTERVAL_LEASES * self._config.rendezvous_timeouts.lease_ttl
+        interval = NAME_CHECK_INTERVAL_LEASES * self._rendezvous.timeouts.lease_ttl
         while not hosted.wait_closed(interval):
             addresses = resolve(host, hosted.port)
             if not addresses or any(map(is_local_address, addresses)):
@@ -206,19 +206,18 @@ class TcpStoreHost:
     def _start_server(
         self, address: str, port: int, extra_hosts: Sequence[str] = ()
     ) -> TcpStoreServer:
-        num_nodes = self._config.max_nodes
         # Torch's own store, to which each worker connects, may be in this process, too.
-        reserved = RESERVED_DESCRIPTORS + num_nodes * self._config.nproc_per_node
+        reserved = RESERVED_DESCRIPTORS + self._num_workers
         # A relayed connection of a client takes two descriptors here and one in torch's server.
         reserved += 3 * self._torch_connections
-        raise_open_file_limit(num_nodes + RESERVED_DESCRIPTORS + reserved)
+        raise_open_file_limit(self._max_nodes + RESERVED_DESCRIPTORS + reserved)
         limits = ServerLimits(
             reserved_descriptors=reserved, max_torch_relays=self._torch_connections
         )
         return TcpStoreServer(
             address,
             port,
-            job=self._config.run_id,
+            job=self._rendezvous.run_id,
             limits=limits,
             secret=self._secret,
             extra_hosts=extra_hosts,
@@ -228,8 +227,8 @@ class TcpStoreHost:
         return TcpStore(
             host,
             port,
-            job=self._config.run_id,
-            timeout=self._config.store_timeout_s,
+            job=self._rendezvous.run_id,
+            timeout=self._rendezvous.store_timeout_s,
             connect_timeout=CONNECT_TIMEOUT_S,
             secret=self._secret,
         )
@@ -272,7 +271,7 @@ class TcpStoreHost:
                 continue
             log.info("this node hosts the store at %s", server.address)
             return server
-        if self._config.options.is_host and addresses and not self._is_address_in_use:
+        if self._rendezvous.is_host and addresses and not self._is_address_in_use:
             return self._host_on_all_addresses(endpoint, addresses, port)
         self._log_decision(host, endpoint, failures)
         return None

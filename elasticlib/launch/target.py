@@ -20,7 +20,8 @@ from urllib.parse import quote, unquote
 import attrs
 
 from ..clock import wall
-from ..endpoint import STORE_PORT, split_endpoint
+from ..constants import ETCD_BACKENDS, TCP_BACKENDS
+from ..endpoint import STORE_PORT, split_endpoint, split_endpoints
 from ..errors import (
     ConfigError,
     RunNotFoundError,
@@ -34,20 +35,19 @@ from ..observe.formatting import NOT_JOINED_TEXT
 from ..observe.job_status import JobStatus, result_of
 from ..observe.journal import EventFile
 from ..observe.runs import AliveAgents, find_runs, last_event
+from ..options import LaunchOptions, RendezvousOptions
 from ..rendezvous.overview import has_leader, jobs_in
 from ..stores.file_store import FileStore
 from ..stores.interface import Store
 from ..stores.tcp_client import TcpStore
 from ..stores.tcp_protocol import NOT_A_STORE
 from .addresses import resolve
-from .backends import check_backend, check_etcd_keys, read_etcd_config
+from .backends import conf_keys_of, read_etcd_config
 from .cli_output import argument_type
-from .endpoints import read_secret, split_endpoints
-from .flags import BUILTIN_BACKENDS, ETCD_BACKENDS
-from .rendezvous_options import read_options, read_pairs
+from .layers import read_conf, read_pairs
+from .secret import read_secret
 
 MAX_TIMEOUT_S = 30.0
-TCP_BACKENDS = ("tcp", "c10d", "static")  # the backends that use a TCP store
 
 
 @attrs.frozen
@@ -87,7 +87,6 @@ def parse_name(text: str) -> RunTarget | None:
         backend, colon, rest = "file", ":", text.removeprefix("file:").removeprefix("//")
     if not colon:
         return None
-    check_backend(backend)
     endpoint, slash, job = rest.rpartition("/")
     if not slash:
         endpoint, job = rest, ""
@@ -171,10 +170,25 @@ def find_target(args: argparse.Namespace) -> RunTarget:
             if not _is_endpoint(args.named):
                 raise
             target = RunTarget("", "tcp", args.named, conf)
-    if target.backend in BUILTIN_BACKENDS:  # called for their errors
-        check_etcd_keys(target.backend, conf)
-        read_options(conf)
+    if target.backend and target.endpoint:  # made for the errors of the endpoint and the keys
+        _options_of(target)
     return target
+
+
+def _options_of(target: RunTarget) -> RendezvousOptions:
+    """Return the options with which a node finds the run.
+
+    Raises:
+        ConfigError: the backend or a key of --rdzv-conf is unknown.
+    """
+    values = read_conf(target.conf, others=conf_keys_of(target.backend))
+    return RendezvousOptions(
+        run_id=target.run_id,
+        backend=target.backend,
+        endpoint=target.endpoint,
+        conf=values["rendezvous.conf"],
+        node_rank=0,
+    )
 
 
 def _is_endpoint(text: str) -> bool:
@@ -288,16 +302,9 @@ def open_store(target: RunTarget, args: argparse.Namespace) -> Store:
     if target.backend in TCP_BACKENDS:
         return _open_tcp(target, _secret_of(target, args), args.timeout)
     # Imported here, because most jobs use a built-in backend.
-    from .launch_config import LaunchConfig
     from .rendezvous_setup import open_store_for_reading
 
-    config = LaunchConfig(
-        run_id=target.run_id or "none",
-        rdzv_backend=target.backend,
-        rdzv_endpoint=target.endpoint,
-        rdzv_configs=target.conf,
-    )
-    return open_store_for_reading(config, args.timeout)
+    return open_store_for_reading(LaunchOptions(rendezvous=_options_of(target)), args.timeout)
 
 
 def _open_tcp(target: RunTarget, secret: bytes | None, timeout: float) -> Store:

@@ -9,95 +9,91 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 
-from ..compat.torch_launch import allows_unbound_workers
-from ..errors import ConfigError, ElasticError
+from ..errors import ConfigError, ElasticError, OptionError
+from ..options import LaunchOptions, OutputOptions
 from ..workers.local_workers import LocalWorkers
 from ..workers.node_resources import numa_cpu_sets
 from ..workers.spec import Entrypoint, WorkerSpec, check_preload, visible_device_for
-from .flags import SettingError
-from .launch_config import LaunchConfig
 
 log = logging.getLogger("elasticlib.launch")
 
 
 @contextlib.contextmanager
 def prepared_local_workers(
-    config: LaunchConfig, entrypoint: Entrypoint, environment: Mapping[str, str]
+    options: LaunchOptions, entrypoint: Entrypoint, environment: Mapping[str, str]
 ) -> Iterator[LocalWorkers]:
     """Yield workers whose fork server is starting, and close them at the end.
 
     Raises:
-        ConfigError: this machine lacks a resource that the configuration requires.
+        ConfigError: this machine lacks a resource that the options require.
     """
-    check_local_resources(config, entrypoint, environment)
-    workers = create_local_workers(config, environment)
+    check_local_resources(options, entrypoint, environment)
+    workers = create_local_workers(options, environment)
     try:
         # The start of the workers reports the same error.
         with contextlib.suppress(ElasticError, OSError):
-            workers.start_fork_server(worker_spec(config, entrypoint))
+            workers.start_fork_server(worker_spec(options, entrypoint))
         yield workers
     finally:
         workers.close()
 
 
-def worker_spec(config: LaunchConfig, entrypoint: Entrypoint) -> WorkerSpec:
-    """Return the worker spec of a configuration."""
-    return WorkerSpec(entrypoint, config.nproc_per_node, config.role, config.virtual_local_rank)
+def worker_spec(options: LaunchOptions, entrypoint: Entrypoint) -> WorkerSpec:
+    """Return what the agent starts."""
+    workers = options.workers
+    return WorkerSpec(entrypoint, workers.count, workers.role, workers.virtual_local_rank)
 
 
 def check_local_resources(
-    config: LaunchConfig, entrypoint: Entrypoint, environment: Mapping[str, str]
+    options: LaunchOptions, entrypoint: Entrypoint, environment: Mapping[str, str]
 ) -> None:
-    """Check that this machine has the resources that the configuration requires.
+    """Check that this machine has the resources that the options require.
 
     Raises:
         ConfigError: a resource is missing.
     """
-    _check_log_dir(config.log_dir)
-    if config.virtual_local_rank:
+    _check_log_dir(options.output)
+    if options.workers.virtual_local_rank:
         # The last worker's device, so that too few GPUs are found before a worker starts.
-        visible_device_for(config.nproc_per_node - 1, environment)
-    check_preload(config.preload, entrypoint)
+        visible_device_for(options.workers.count - 1, environment)
+    check_preload(options.workers.preload, entrypoint)
 
 
-def create_local_workers(config: LaunchConfig, environment: Mapping[str, str]) -> LocalWorkers:
+def create_local_workers(options: LaunchOptions, environment: Mapping[str, str]) -> LocalWorkers:
     """Return workers that are processes of this machine."""
     return LocalWorkers(
         environment,
-        output=config.output,
-        log_dir=config.log_dir,
-        run_id=config.run_id,
-        python=config.torchrun.python or sys.executable,
-        cpu_sets=_cpu_sets(config, environment),
-        ignored_signals=config.supervision.agent.agent_only_signals,
-        start_method=config.start_method,
-        preload=config.preload,
+        options=options.workers,
+        output=options.output,
+        run_id=options.rendezvous.run_id,
+        cpu_sets=_cpu_sets(options, environment),
+        ignored_signals=options.agent.agent_only_signals,
     )
 
 
-def _cpu_sets(config: LaunchConfig, environment: Mapping[str, str]) -> Sequence[frozenset[int]]:
-    if config.numa_binding is None:
+def _cpu_sets(options: LaunchOptions, environment: Mapping[str, str]) -> Sequence[frozenset[int]]:
+    workers = options.workers
+    if workers.numa_binding is None:
         return ()
     try:
-        return numa_cpu_sets(config.numa_binding, config.nproc_per_node, environment)
+        return numa_cpu_sets(workers.numa_binding, workers.count, environment)
     except ConfigError as error:
-        if not allows_unbound_workers(config):
+        if not workers.may_run_unbound:
             raise
         log.warning("workers are not bound to CPUs: %s", error)
         return ()
 
 
-def _check_log_dir(path: str | None) -> None:
-    if path is None:
+def _check_log_dir(output: OutputOptions) -> None:
+    if output.log_dir is None:
         return
+    path = os.path.expanduser(output.log_dir)
     try:
         os.makedirs(path, exist_ok=True)
     except OSError as error:
-        raise SettingError(
-            "{log_dir} {0!r} cannot be created: {1}", path, error.strerror
-        ) from error
+        rule = f"must be a directory that can be created ({error.strerror})"
+        raise OptionError(OutputOptions, "log_dir", rule, path) from error
     if not os.access(path, os.W_OK | os.X_OK):
-        raise SettingError("{log_dir} {0!r} is not writable", path)
+        raise OptionError(OutputOptions, "log_dir", "must be writable", path)

@@ -199,7 +199,6 @@ def new_generation(
         node_count=body.node_count or 1,
         world_size=body.world_size or 1,
         restarts=body.restarts or 0,
-        max_restarts=body.max_restarts,
         node_rank=body.node_rank or 0,
         ranks=body.ranks or (0, 0),
         reason=body.reason,

@@ -147,7 +147,6 @@ class NodeGeneration:
     node_count: int = 1
     world_size: int = 1
     restarts: int = 0
-    max_restarts: int | None = None
     node_rank: int = 0
     ranks: tuple[int, int] = (0, 0)
     reason: str = ""

@@ -258,7 +258,7 @@ class _JobHistory:
         last, state = self._last_agent()
         aggregates = [agent.aggregate for agent in self._agents]
         is_finished = state is None or state.is_finished
-        limits = [part.max_restarts for parts in self._parts.values() for part in parts]
+        limits = [aggregate.status.max_restarts for aggregate in aggregates]
         num_saves = {kind: self._count_saves(kind) for kind in SAVE_KINDS}
         return History(
             run=aggregates[0].status.run,

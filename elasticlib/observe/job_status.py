@@ -12,6 +12,7 @@ from typing import Any
 
 import attrs
 
+from ..options import RendezvousSettings
 from ..rendezvous.bad_nodes import ExcludedHost
 from ..rendezvous.blame import FailureKind
 from ..rendezvous.membership import (
@@ -157,14 +158,28 @@ class JobStatus:
     reason: str = ""
     is_recorded: bool = False  # the result of a finished run, from its last events
     generation: int = 0
-    min_nodes: int | None = None
-    max_nodes: int | None = None
+    settings: RendezvousSettings | None = None  # None if only a node is known
+    only_node: NodeStatus | None = None  # if only this node is known
     world_size: int = 0
     restarts: int = 0
-    max_restarts: int | None = None
     state_seconds: float | None = None
     nodes: tuple[NodeEntry, ...] = ()
     excluded: tuple[ExcludedHost, ...] = ()  # hosts that the job continues without
+
+    @property
+    def min_nodes(self) -> int | None:
+        return None if self.settings is None else self.settings.min_nodes
+
+    @property
+    def max_nodes(self) -> int | None:
+        return None if self.settings is None else self.settings.max_nodes
+
+    @property
+    def max_restarts(self) -> int | None:
+        """The restart budget, or None if it is not known."""
+        if self.settings is not None:
+            return self.settings.max_restarts
+        return None if self.only_node is None else self.only_node.max_restarts
 
     @property
     def members(self) -> tuple[NodeEntry, ...]:
@@ -242,11 +257,9 @@ def status_of(reading: JobReading) -> JobStatus | None:
         found,
         reason,
         generation=state.generation,
-        min_nodes=state.settings.min_nodes,
-        max_nodes=state.settings.max_nodes,
+        settings=state.settings,
         world_size=sum(node.slots for node in reading.job.members),
         restarts=state.restarts,
-        max_restarts=state.settings.max_restarts,
         state_seconds=min(ages, default=None),
         nodes=nodes,
         excluded=state.excluded_hosts,
@@ -555,9 +568,9 @@ def document_of_node(report: NodeReport) -> dict[str, Any]:
         status.state,
         status.reason,
         generation=status.generation,
+        only_node=status,
         world_size=status.world_size,
         restarts=status.restarts,
-        max_restarts=status.max_restarts,
         state_seconds=summary.state_s,
         nodes=(entry,),
     )

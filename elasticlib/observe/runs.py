@@ -24,6 +24,7 @@ import attrs
 from ..clock import wall
 from ..dir_lock import LOCK_FILE, DirLock, is_locked
 from ..errors import RunNotFoundError
+from ..options import NO_ID
 from .event import Event, decode
 from .event_kinds import MAX_EVENT_BYTES, RunStarted
 from .formatting import format_list
@@ -36,7 +37,6 @@ UNFINISHED_TTL_S = 3600.0  # an unfinished record that is older belongs to a kil
 MAX_NAME_LENGTH = 200
 MAX_FINISHED_RECORDS = 50
 MAX_LISTED_RUNS = 10
-NO_ID = "none"  # id of every job that was given none, so it does not identify a job
 
 
 def runs_dir() -> Path:

@@ -9,6 +9,7 @@ from functools import partial
 
 from ..clock import Clock, monotonic, utc_now_text
 from ..errors import ConfigError, RendezvousClosedError, require_not_none
+from ..options import RendezvousSettings, RendezvousTimeouts
 from ..stores.interface import Store
 from .bootstrap_store import (
     IMPORT_TIMEOUT_S,
@@ -28,7 +29,7 @@ from .interface import (
     Report,
     check_restart_budget,
 )
-from .membership import Change, Node, RendezvousSettings, RendezvousTimeouts
+from .membership import Change, Node
 from .node import STATUS_INTERVAL_S, CloseJob, Poll, RendezvousNode
 
 TIMEOUT_CHECK_INTERVAL_S = 1.0  # checks of the join timeout while the store blocks the thread
@@ -93,7 +94,9 @@ class DynamicRendezvousHandler(RendezvousHandler):
         self._driver.open(self._mailbox.post)
         weakref.finalize(self, self._driver.request_stop).atexit = False
 
-    def membership(self, *, slots: int, max_restarts: int | None = None) -> RendezvousDriver | None:
+    def membership(
+        self, *, slots: int, job: RendezvousSettings | None = None
+    ) -> RendezvousDriver | None:
         """Return what an agent uses in place of the blocking methods of this handler.
 
         The caller keeps this handler as long as it uses the membership, and calls `open`. It does
@@ -101,7 +104,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
 
         Args:
             slots: The number of workers that the agent starts.
-            max_restarts: The restart budget that the agent was given; None if it was given none.
+            job: The settings that the agent was given; None if it was given none.
 
         Raises:
             ConfigError: The settings of the agent contradict this handler's own.
@@ -111,7 +114,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
                 f"the Node of this handler has slots={self.node.slots}, but the agent's "
                 f"WorkerSpec has local_world_size={slots}: give both the same number"
             )
-        check_restart_budget(max_restarts, self._driver.node.settings.max_restarts)
+        check_restart_budget(job, self._driver.node.settings.max_restarts)
         return self._driver
 
     def get_backend(self) -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import attrs
 
 from ..errors import ConfigError
+from ..options import RendezvousSettings
 from .blame import Evidence as Evidence
 from .blame import FailureDetails as FailureDetails
 from .blame import FailureKind as FailureKind
@@ -203,21 +204,21 @@ class Membership(Protocol):
         ...
 
 
-def check_restart_budget(of_agent: int | None, of_job: int | None) -> None:
+def check_restart_budget(of_agent: RendezvousSettings | None, of_job: int | None) -> None:
     """Reject a restart budget of an agent that contradicts the job's.
 
     Args:
-        of_agent: The `max_restarts` that the agent was given; None if it was given none.
+        of_agent: The settings that the agent was given; None if it was given none.
         of_job: The budget that the rendezvous keeps for the job; None if it keeps none.
 
     Raises:
         ConfigError: Both are given, and they differ.
     """
-    if None not in (of_agent, of_job) and of_agent != of_job:
+    if of_agent is not None and of_job is not None and of_agent.max_restarts != of_job:
         raise ConfigError(
-            f"the agent has max_restarts={of_agent}, but its rendezvous handler counts restarts "
-            f"for the whole job and has max_restarts={of_job}: leave out the agent's, or give "
-            "both the same number"
+            f"the agent has max_restarts={of_agent.max_restarts}, but its rendezvous handler "
+            f"counts restarts for the whole job and has max_restarts={of_job}: "
+            "leave out the agent's, or give both the same number"
         )
 
 

@@ -13,12 +13,10 @@ from typing import Any, Protocol, TypeVar
 
 import attrs
 
-from ..defaults import DEFAULT_STORE_GRACE_S
 from ..errors import ConfigError
+from ..options import RendezvousSettings
 from .bad_nodes import ExcludedHost, FirstFailure, add_failure
 from .blame import Evidence, FailureKind, Verdict
-
-MAX_BAD_NODE_WINDOW = 100  # generations, which bounds the size of the history in the store
 
 
 class GenerationTrigger(enum.Enum):
@@ -58,77 +56,6 @@ class JobPhase(enum.Enum):
     @property
     def is_terminal(self) -> bool:
         return self not in (JobPhase.FORMING, JobPhase.ACTIVE)
-
-
-@attrs.frozen
-class RendezvousTimeouts:
-    """Timeouts of one handler, in seconds. Each node measures them on its own monotonic clock."""
-
-    join_timeout: float = 600.0  # maximum wait for a generation to form
-    lease_ttl: float = 5.0  # a node that has not refreshed its lease for this long is lost
-    keep_alive_interval: float = 1.0  # interval between refreshes of the lease
-    store_grace: float = DEFAULT_STORE_GRACE_S  # workers run this long while the store is away
-    close_timeout: float = 30.0  # maximum duration of `shutdown` and `set_closed`
-    loop_timeout: float = 30.0  # a node whose agent's loop is blocked for longer leaves the group
-
-    def __attrs_post_init__(self) -> None:
-        if not 0 < self.keep_alive_interval < self.lease_ttl:
-            raise ConfigError(
-                "keep_alive_interval must be above 0 and below lease_ttl, so that a lease is "
-                "refreshed before it expires, "
-                f"got keep_alive_interval={self.keep_alive_interval:g} s and "
-                f"lease_ttl={self.lease_ttl:g} s"
-            )
-        for name in ("join_timeout", "close_timeout", "loop_timeout"):
-            if not getattr(self, name) > 0:
-                value = getattr(self, name)
-                raise ConfigError(f"{name} must be above 0 seconds, got {value:g}")
-        if not self.store_grace >= 0:
-            raise ConfigError(f"store_grace must be at least 0 seconds, got {self.store_grace:g}")
-
-
-@attrs.frozen
-class RendezvousSettings:
-    """Settings of a job. They must be equal on all of its nodes."""
-
-    min_nodes: int
-    max_nodes: int
-    max_restarts: int = 0  # restarts after failures, counted for the whole job
-    # Joining nodes are admitted once no other node has arrived for this many seconds, or at once
-    # if there are max_nodes.
-    last_call_timeout: float = 2.0
-    has_fixed_ranks: bool = False  # each node takes the rank that it requests, as in static mode
-    spares: int | None = None  # maximum number of nodes that wait beyond max_nodes; None: any
-    # If the store has lost the job, more than half of the last generation must remember it.
-    quorum: bool = False
-    restart_window: float = 0.0  # a generation that lasts this long resets the budget; 0: never
-    # A host whose workers failed first in so many of the last `bad_node_window` generations is
-    # excluded, if enough nodes remain. 0: never.
-    bad_node_failures: int = 3
-    bad_node_window: int = 5
-
-    def __attrs_post_init__(self) -> None:
-        if not 1 <= self.min_nodes <= self.max_nodes:
-            raise ConfigError(
-                "min_nodes and max_nodes must satisfy 1 <= min_nodes <= max_nodes, "
-                f"got min_nodes={self.min_nodes} and max_nodes={self.max_nodes}"
-            )
-        if self.max_restarts < 0:
-            raise ConfigError(f"max_restarts must be at least 0, got {self.max_restarts}")
-        if self.spares is not None and self.spares < 0:
-            raise ConfigError(f"spares must be at least 0, got {self.spares}")
-        if not 0 <= self.bad_node_failures <= self.bad_node_window <= MAX_BAD_NODE_WINDOW:
-            raise ConfigError(
-                "bad_node_failures and bad_node_window must satisfy 0 <= bad_node_failures <= "
-                f"bad_node_window <= {MAX_BAD_NODE_WINDOW}, got "
-                f"bad_node_failures={self.bad_node_failures} and "
-                f"bad_node_window={self.bad_node_window}"
-            )
-        for name in ("last_call_timeout", "restart_window"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ConfigError(
-                    f"{name} must be a finite number of seconds from 0, got {getattr(self, name)}"
-                )
 
 
 @attrs.frozen

@@ -28,6 +28,7 @@ from ..errors import (
     format_error,
     require_not_none,
 )
+from ..options import RendezvousSettings, RendezvousTimeouts
 from ..stores.interface import ABSENT, Entry, Listing, Store
 from .blame import MAX_DETAILS, Evidence, FailureDetails, FailureKind
 from .interface import (
@@ -51,8 +52,6 @@ from .membership import (
     MembershipState,
     Node,
     NodeRecord,
-    RendezvousSettings,
-    RendezvousTimeouts,
     end_job,
     has_live_node,
     is_replaceable,

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import attrs
 
 from ..errors import require_not_none
+from ..options import RendezvousSettings
 from .bad_nodes import ExcludedHost, bad_hosts, describe_failures, excluded_hosts
 from .blame import Evidence, FailureDetails, FailureKind, Verdict, blame
 from .membership import (
@@ -22,7 +23,6 @@ from .membership import (
     Membership,
     MembershipState,
     NodeRecord,
-    RendezvousSettings,
     begin_resize,
     begin_restart,
     begin_stop,

@@ -17,8 +17,8 @@ import attrs
 import pytest
 
 from ..agent.messages import Effect, StartWorkers, WorkerExited
-from ..agent.options import AgentOptions
-from ..defaults import DEFAULT_DRAIN_EXIT_CODE
+from ..constants import DRAINED_EXIT_CODE
+from ..options import AgentOptions
 from ..rendezvous.interface import Report, ReportKind
 from ..workers.exits import WorkerExit
 from ..workers.spec import WorkerState
@@ -182,7 +182,7 @@ class AgentContract(AgentSuite):
         ("number", "state", "code"),
         [
             (signal.SIGUSR1, WorkerState.STOPPED, 128 + signal.SIGUSR1),
-            (signal.SIGUSR2, WorkerState.DRAINED, DEFAULT_DRAIN_EXIT_CODE),
+            (signal.SIGUSR2, WorkerState.DRAINED, DRAINED_EXIT_CODE),
         ],
         ids=["stopped", "drained"],
     )

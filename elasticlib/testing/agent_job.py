@@ -18,10 +18,10 @@ import attrs
 from ..agent.elastic_agent import ElasticAgent
 from ..agent.interface import RunResult
 from ..agent.messages import Effect
-from ..agent.options import AgentOptions, StopTimeouts
+from ..options import AgentOptions, RendezvousSettings, RendezvousTimeouts
 from ..rendezvous.handler import DynamicRendezvousHandler
 from ..rendezvous.interface import RendezvousHandler
-from ..rendezvous.membership import Node, RendezvousSettings, RendezvousTimeouts
+from ..rendezvous.membership import Node
 from ..stores.memory_store import MemoryStore
 from ..workers.spec import Entrypoint, WorkerSpec
 from .rendezvous_cluster import FakeBootstrapStore, run_in_thread
@@ -185,11 +185,12 @@ class AgentJob:
             entrypoint = self.harness.entrypoint(scenario)
         else:
             entrypoint = scenario
-        stop_timeouts = StopTimeouts(
-            self._timeout_s / 2 if shutdown_timeout is None else shutdown_timeout,
-            kill_timeout=self._timeout_s / 2,
+        half_s = self._timeout_s / 2
+        stop_timeout = half_s if shutdown_timeout is None else shutdown_timeout
+        options = attrs.evolve(
+            options or AgentOptions(), shutdown_timeout=stop_timeout, kill_timeout=half_s
         )
-        settings = {"stop_timeouts": stop_timeouts, "options": options or AgentOptions()}
+        settings = {"options": options}
         request = AgentRequest(WorkerSpec(entrypoint, WORKERS_PER_NODE), handler, settings)
         self.nodes.append(AgentNode(self._make(request), handler, self._timeout_s))
         return self.nodes[-1]

@@ -11,9 +11,10 @@ from contextlib import ExitStack
 
 import pytest
 
+from ..options import RendezvousSettings, RendezvousTimeouts
 from ..rendezvous.handler import DynamicRendezvousHandler
 from ..rendezvous.interface import RendezvousHandler
-from ..rendezvous.membership import Node, RendezvousSettings, RendezvousTimeouts
+from ..rendezvous.membership import Node
 from ..stores.interface import Store
 from .rendezvous_cluster import FakeBootstrapStore, HandlerRequest, MakeHandler
 from .rendezvous_contract import RendezvousContract

@@ -35,11 +35,12 @@ class Scenario:
 
 def expected_variables(group: WorkerGroup, local_rank: int) -> tuple[str, ...]:
     """Return the values of REPORTED_VARIABLES that a worker of this group must have."""
-    worker = group.worker(local_rank)
+    worker, info = group.worker(local_rank), group.info
+    store = info.bootstrap_store_info
     values = (
         *(worker.rank, local_rank, worker.world_size, group.spec.local_world_size),
-        *(group.group_rank, group.group_world_size, group.master_addr, group.master_port),
-        *(group.run_id, group.restarts),
+        *(info.rank, info.world_size, store.master_addr, store.master_port),
+        *(info.run_id, info.restarts),
     )
     return tuple(str(value) for value in values)
 

@@ -16,7 +16,9 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from ..clock import monotonic
+from ..constants import SPAWN
 from ..errors import ConfigError, WorkerStartError
+from ..options import NO_ID, OutputOptions, WorkerOptions
 from ..threads import daemon_thread, do_nothing, start_thread
 from . import stack_dump
 from .cleanup import process_name, session_processes
@@ -25,14 +27,12 @@ from .interface import StopHow, StopNotice, Workers, WorkerView
 from .ledger import Ledger
 from .node_resources import CpuSet, count_usable_cpus
 from .output import OutputThread
-from .output_plan import OutputPlan
 from .process_keeper import PROCESS_ENTRY, ProcessKeeper
 from .process_setup import Job
 from .run_dirs import RunDir, SnapshotDir
 from .run_program import make_payload
 from .spec import (
     SNAPSHOTS_ENV,
-    SPAWN,
     Command,
     Entrypoint,
     Function,
@@ -41,7 +41,6 @@ from .spec import (
     WorkerGroup,
     WorkerSpec,
     check_preload,
-    check_start_method,
     common_environment,
     worker_environment,
 )
@@ -65,16 +64,12 @@ class LocalWorkers(Workers):
 
     Args:
         environment: variables that the workers inherit.
+        options: how the workers are started: `start_method`, `preload` and `python`. How many
+            there are is up to the `WorkerSpec`.
         output: which output of the workers is shown and which is written to files.
-        log_dir: parent of this run's directory. By default, the directory is temporary, and is
-            removed at the end unless output is written to it.
         run_id: part of the name of this run's directory.
-        python: the interpreter of scripts, modules and functions.
         cpu_sets: processors of each worker by local rank. By default, workers use any processor.
         ignored_signals: signals that workers and their children ignore unless they set a handler.
-        start_method: `forkserver` to fork Python workers from a process that has imported torch, or
-            `spawn` to start an interpreter for each.
-        preload: modules that the fork server imports besides torch.
     """
 
     reports_progress = True
@@ -83,24 +78,20 @@ class LocalWorkers(Workers):
         self,
         environment: Mapping[str, str],
         *,
-        output: OutputPlan | None = None,
-        log_dir: str | None = None,
-        run_id: str = "none",
-        python: str = sys.executable,
+        options: WorkerOptions | None = None,
+        output: OutputOptions | None = None,
+        run_id: str = NO_ID,
         cpu_sets: Sequence[CpuSet] = (),
         ignored_signals: Iterable[int] = (),
-        start_method: str = "forkserver",
-        preload: Sequence[str] = (),
     ) -> None:
-        self._preload = tuple(preload)
-        check_start_method(start_method, self._preload)
+        options, output = options or WorkerOptions(), output or OutputOptions()
+        self._preload = options.preload
         self._environment = dict(environment)
-        self._python, self._cpu_sets = python, tuple(cpu_sets)
+        self._python, self._cpu_sets = options.python or sys.executable, tuple(cpu_sets)
         self._ignored_signals = tuple(sorted(ignored_signals))
-        plan = output or OutputPlan()
         self._ledger = Ledger()
-        kept = log_dir is not None or plan.any
-        self._run_dir = RunDir(self._ledger, log_dir, run_id, kept=kept)
+        kept = output.log_dir is not None or output.writes_files
+        self._run_dir = RunDir(self._ledger, output.log_dir, run_id, kept=kept)
         self.snapshot_dir = SnapshotDir(self._ledger)
         self._keeper = ProcessKeeper(
             self._ledger,
@@ -114,9 +105,9 @@ class LocalWorkers(Workers):
             lock=self._lock,
             keeper=self._keeper,
             output_thread=OutputThread(self._on_error),
-            output_plan=plan,
+            output_options=output,
             make_job=self._make_worker_job,
-            may_fork=start_method != SPAWN,
+            may_fork=options.start_method != SPAWN,
             run_dir=self._run_dir,
             others=self._alive_processes,
             on_started=lambda: self._on_change(),

@@ -19,8 +19,9 @@ from collections.abc import Callable, Iterable
 from typing import IO, Any
 
 from ..clock import monotonic
+from ..options import OutputOptions, Streams
 from .loop_thread import LoopThread
-from .output_plan import OutputFiles, OutputPlan, Streams
+from .output_plan import OutputFiles, line_prefix
 from .spec import Worker
 
 log = logging.getLogger("elasticlib.workers")
@@ -334,7 +335,7 @@ class WorkerOutput:
     terminal itself, because progress bars and colors need one.
 
     Args:
-        plan: The plan of all workers.
+        options: Where the output of all workers goes.
         worker: The worker.
         role: The worker's role, for the prefix of its lines.
         files: The worker's files.
@@ -345,11 +346,16 @@ class WorkerOutput:
     """
 
     def __init__(
-        self, plan: OutputPlan, worker: Worker, role: str, files: OutputFiles, thread: OutputThread
+        self,
+        options: OutputOptions,
+        worker: Worker,
+        role: str,
+        files: OutputFiles,
+        thread: OutputThread,
     ) -> None:
-        self._plan = plan
+        self._options = options
         self._files = files
-        self._prefix = plan.prefix(role, worker, socket.gethostname()).encode()
+        self._prefix = line_prefix(options, role, worker, socket.gethostname()).encode()
         self._thread = thread
         self._readers: list[PipeReader] = []  # of the streams that go through the agent
         self._tail = TailBuffer()  # of stderr
@@ -438,7 +444,8 @@ class WorkerOutput:
         filtered_path = self._files.filtered.get(stream)
         filtered = None if filtered_path is None else self._open_file(filtered_path)
         console = self._thread.console(sys.stdout if stream is Streams.OUT else sys.stderr)
-        splitter, filters = LineSplitter(), self._plan.filters(stream)
+        splitter = LineSplitter()
+        filters = [text.encode() for text in self._options.filters(stream)]
 
         def with_prefix(lines: Iterable[bytes]) -> bytes:
             return b"".join(self._prefix + line for line in lines)

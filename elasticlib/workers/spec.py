@@ -13,13 +13,9 @@ from typing import Any, cast
 import attrs
 
 from ..errors import ConfigError
+from ..rendezvous.interface import RendezvousInfo, RendezvousStoreInfo
 from ..rendezvous.rank_assignment import RankAssignment
 from ..stores.authentication import SECRET_ENV as SECRET
-
-# Python workers are forked from a process that has already imported torch, or started as new
-# interpreters. `fork` means `forkserver`: the agent has threads, so it must not be forked itself.
-START_METHODS = ("forkserver", "spawn", "fork")
-SPAWN = "spawn"
 
 ROCM_DEVICES_ENV = "HIP_VISIBLE_DEVICES"
 LOCAL_RANK_MACRO = "${local_rank}"
@@ -200,40 +196,23 @@ class Worker:
 
 @attrs.frozen
 class WorkerGroup:
-    """The workers of one node in one generation, and what they are given.
+    """The workers of one node in one generation.
 
     Attributes:
         spec: The specification of the workers.
+        info: The generation as this node sees it. Its number is 0 before the first one; there
+            is then no store for the workers.
         workers: The members of the group, in the order of their local ranks.
-        run_id: The id of the job.
-        generation: The number of the generation, from 1; 0 before the first one.
-        group_rank: The number of this node in the generation.
-        group_world_size: The number of nodes of the generation.
-        master_addr: The address of the workers' bootstrap store; empty before the first generation.
-        master_port: The port of the workers' bootstrap store.
-        restarts: The number of restarts so far.
-        max_restarts: The restart budget of the job.
-        use_agent_store: Whether the bootstrap store is served by an agent, not by rank 0.
-        attempt: The number of starts of workers on this node before this one.
-        incarnation: The id of this launch of the job.
         standby_workers: Workers that start in no group, because the generation has no ranks for
             them yet.
+        attempt: The number of starts of workers on this node before this one.
     """
 
     spec: WorkerSpec
+    info: RendezvousInfo
     workers: tuple[Worker, ...]
-    run_id: str
-    generation: int
-    group_rank: int
-    group_world_size: int
-    master_addr: str
-    master_port: int
-    restarts: int = 0
-    max_restarts: int = 0
-    use_agent_store: bool = True
-    attempt: int = 0
-    incarnation: str = ""
     standby_workers: tuple[Worker, ...] = ()
+    attempt: int = 0
 
     def worker(self, local_rank: int) -> Worker:
         """Return the member or standby worker with this local rank.
@@ -296,18 +275,9 @@ def make_standby_group(
     They have no master address, so a script that connects to its peers at once fails.
     """
     assignment = RankAssignment(0, 1, 0, 0, 0, 0, 0)
-    return WorkerGroup(
-        spec=spec,
-        workers=(),
-        standby_workers=make_standby_workers(assignment, local_ranks),
-        run_id=run_id,
-        generation=0,
-        group_rank=0,
-        group_world_size=1,
-        master_addr="",
-        master_port=0,
-        attempt=attempt,
-    )
+    info = RendezvousInfo(run_id, 0, assignment, RendezvousStoreInfo("", 0))
+    standby = make_standby_workers(assignment, local_ranks)
+    return WorkerGroup(spec, info, (), standby, attempt)
 
 
 def choose_local_ranks(slots: int, standby: Mapping[int, bool], local_world_size: int) -> list[int]:
@@ -344,26 +314,28 @@ def worker_environment(
     Raises:
         ConfigError: The worker must have a GPU of its own, and there is none left.
     """
+    info = group.info
+    store = info.bootstrap_store_info
     variables: dict[str, object] = {
         "RANK": worker.rank,
         "LOCAL_RANK": worker.local_rank,
         "WORLD_SIZE": worker.world_size,
         "LOCAL_WORLD_SIZE": group.spec.local_world_size,
-        "GROUP_RANK": group.group_rank,
-        "NODE_RANK": group.group_rank,
-        "GROUP_WORLD_SIZE": group.group_world_size,
+        "GROUP_RANK": info.rank,
+        "NODE_RANK": info.rank,
+        "GROUP_WORLD_SIZE": info.world_size,
         "ROLE_NAME": group.spec.role,
         "ROLE_RANK": worker.role_rank,
         "ROLE_WORLD_SIZE": worker.role_world_size,
-        "MASTER_ADDR": group.master_addr,
-        "MASTER_PORT": group.master_port,
-        "TORCHELASTIC_RUN_ID": group.run_id,
-        "TORCHELASTIC_RESTART_COUNT": group.restarts,
-        "TORCHELASTIC_MAX_RESTARTS": group.max_restarts,
-        "TORCHELASTIC_USE_AGENT_STORE": group.use_agent_store,
+        "MASTER_ADDR": store.master_addr,
+        "MASTER_PORT": store.master_port,
+        "TORCHELASTIC_RUN_ID": info.run_id,
+        "TORCHELASTIC_RESTART_COUNT": info.restarts,
+        "TORCHELASTIC_MAX_RESTARTS": info.max_restarts or 0,
+        "TORCHELASTIC_USE_AGENT_STORE": info.use_agent_store,
         "TORCHELASTIC_ERROR_FILE": "",  # known once the directory of the worker exists
-        "ELASTICLIB_GENERATION": group.generation,
-        "ELASTICLIB_INCARNATION": group.incarnation,
+        "ELASTICLIB_GENERATION": info.generation,
+        "ELASTICLIB_INCARNATION": info.incarnation,
         # With virtual_local_rank, LOCAL_RANK differs from the worker's local rank.
         "ELASTICLIB_LOCAL_RANK": worker.local_rank,
     }
@@ -389,25 +361,6 @@ def common_environment(
     }
     passed = {name: text for name, text in inherited.items() if name not in AGENT_ONLY_VARIABLES}
     return {**defaults, **passed}
-
-
-def check_start_method(method: str, preload: tuple[str, ...]) -> None:
-    """Check a start method and the modules to import before workers are forked.
-
-    Raises:
-        ConfigError: The method is unknown, a module is given although the method does not fork
-            workers, or a module's name is invalid.
-    """
-    if method not in START_METHODS:
-        methods = ", ".join(START_METHODS)
-        raise ConfigError(f"start_method (--start-method) must be one of {methods}, got {method!r}")
-    if preload and method == SPAWN:
-        raise ConfigError(f"preload (--preload) requires start_method=forkserver, got {method}")
-    for name in preload:
-        if not all(part.isidentifier() for part in name.split(".")):
-            raise ConfigError(
-                f"preload (--preload) must be names of modules, as in a,b.c, got {name!r}"
-            )
 
 
 def check_preload(preload: tuple[str, ...], entrypoint: Entrypoint) -> None:

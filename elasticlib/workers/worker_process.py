@@ -20,6 +20,7 @@ import attrs
 
 from ..clock import monotonic, wall
 from ..errors import ConfigError, require_not_none
+from ..options import OutputOptions
 from ..rendezvous.blame import find_cause
 from ..threads import daemon_thread, start_thread
 from .cleanup import signal_worker, stat_fields
@@ -28,7 +29,7 @@ from .exits import WorkerExit
 from .interface import StopHow, StopNotice, WorkerView
 from .node_resources import oom_kill_count_rose, read_oom_kill_count
 from .output import OutputThread, WorkerOutput
-from .output_plan import OutputPlan
+from .output_plan import files_of
 from .process_keeper import ProcessKeeper
 from .process_setup import Job
 from .run_dirs import RunDir
@@ -70,7 +71,7 @@ class WorkerServices:
     lock: threading.RLock  # guards the fields of a worker that the agent's loop uses
     keeper: ProcessKeeper
     output_thread: OutputThread
-    output_plan: OutputPlan
+    output_options: OutputOptions
     # The job of a worker, from its program, its variables and its local rank.
     make_job: Callable[[tuple[str, ...], dict[str, str], int], Job]
     may_fork: bool  # workers that run Python are forked
@@ -220,14 +221,13 @@ class WorkerProcess:
             return
         try:
             directory = common.run_dir.create_worker_dir(launch.attempt, local)
-            files = common.output_plan.files_of(local, str(directory))
+            files = files_of(common.output_options, local, str(directory))
             if isinstance(launch.spec.entrypoint, Function):
                 (directory / PAYLOAD_FILE).write_bytes(launch.payload)
             output = WorkerOutput(
-                common.output_plan, self.worker, launch.spec.role, files, common.output_thread
+                common.output_options, self.worker, launch.spec.role, files, common.output_thread
             )
         except Exception as error:
-            # The output plan may be the user's, and raise anything.
             text, is_unfit = str(error), isinstance(error, ConfigError)
             common.keeper.post(lambda: self._fail(text, is_unfit=is_unfit))
             return

@@ -7,12 +7,13 @@ import os
 import pytest
 
 from elasticlib import ElasticAgent, LocalWorkers
+from elasticlib.options import WorkerOptions
 from elasticlib.testing import AgentContract, AgentRequest, RegroupContract
 from elasticlib.testing.agent_job import MakeAgent
 
 
 def make_elastic_agent(request: AgentRequest) -> ElasticAgent:
-    workers = LocalWorkers(os.environ, start_method="spawn")
+    workers = LocalWorkers(os.environ, options=WorkerOptions(start_method="spawn"))
     return ElasticAgent(request.spec, request.handler, workers, **request.settings)
 
 

@@ -22,6 +22,7 @@ from elasticlib.agent.messages import (
     StopWorkers,
     WorkerExited,
 )
+from elasticlib.options import WorkerOptions
 from elasticlib.testing import AgentContract, AgentRequest, RegroupContract
 from elasticlib.testing.agent_job import AgentJob
 from elasticlib.testing.worker_harness import WorkerHarness
@@ -35,7 +36,7 @@ CREATED: list[LocalWorkers] = []
 
 
 def make_workers(kind: type[LocalWorkers] = LocalWorkers) -> LocalWorkers:
-    CREATED.append(kind(os.environ, start_method="spawn"))
+    CREATED.append(kind(os.environ, options=WorkerOptions(start_method="spawn")))
     return CREATED[-1]
 
 

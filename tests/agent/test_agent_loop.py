@@ -12,8 +12,8 @@ import pytest
 from elasticlib.agent.elastic_agent import ElasticAgent
 from elasticlib.agent.interface import RunResult
 from elasticlib.agent.machine import Phase
-from elasticlib.agent.options import StopTimeouts
 from elasticlib.errors import ConfigError, RendezvousClosedError, WorkerStartError
+from elasticlib.options import AgentOptions, RendezvousSettings
 from elasticlib.rendezvous.interface import (
     RankAssignment,
     RendezvousHandler,
@@ -67,7 +67,7 @@ class ThreadWorkers(Workers):
             error, self.error = self.error, None
             raise error
         for one in group.workers:
-            worker = ThreadWorker(one.local_rank, one.rank, group.generation)
+            worker = ThreadWorker(one.local_rank, one.rank, group.info.generation)
             self.running[one.local_rank] = worker
             threading.Thread(target=self._run, args=(worker, on_exit), daemon=True).start()
 
@@ -160,9 +160,10 @@ class OneNode(RendezvousHandler):
 
 def make_agent(script: Script, num_workers: int = 2, max_restarts: int = 2) -> ElasticAgent:
     spec = WorkerSpec(Command("unused"), num_workers)
-    timeouts = StopTimeouts(5.0, 5.0)
+    options = AgentOptions(shutdown_timeout=5.0, kill_timeout=5.0)
+    job = RendezvousSettings(max_restarts=max_restarts)
     workers, handler = ThreadWorkers(script), OneNode(num_workers)
-    return ElasticAgent(spec, handler, workers, max_restarts=max_restarts, stop_timeouts=timeouts)
+    return ElasticAgent(spec, handler, workers, job=job, options=options)
 
 
 def run(agent: ElasticAgent) -> RunResult:

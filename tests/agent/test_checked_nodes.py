@@ -10,7 +10,6 @@ import pytest
 from single_worker_agent import OneWorker, Run, SingleNodeHandler, running
 
 from elasticlib import ElasticAgent, Node, WorkerSpec, WorkerState
-from elasticlib.agent.options import AgentOptions
 from elasticlib.rendezvous.interface import (
     Change,
     ChangeKind,
@@ -54,13 +53,9 @@ class Checks:
         return self.results.pop(0)
 
 
-def options(check: Callable[[Callable[[], bool]], str]) -> AgentOptions:
-    return AgentOptions(check_node=check)
-
-
 def test_a_node_is_checked_before_it_first_joins() -> None:
     workers, handler, check = OneWorker(), CountedHandler(), Checks("the fan is broken")
-    agent = ElasticAgent(WorkerSpec(Command("none")), handler, workers, options=options(check))
+    agent = ElasticAgent(WorkerSpec(Command("none")), handler, workers, check_node=check)
     result = agent.run()
     assert (result.state, result.reason) == (WorkerState.FAILED, "the fan is broken")
     assert (result.exit_code, result.evicted, result.is_unfit) == (69, True, True)
@@ -69,7 +64,7 @@ def test_a_node_is_checked_before_it_first_joins() -> None:
 
 def test_a_node_is_checked_again_after_its_own_workers_failed_only() -> None:
     workers, handler, check = OneWorker(), CountedHandler(), Checks("", "", "the fan is broken")
-    with running(workers, handler, options=options(check)) as run:
+    with running(workers, handler, check_node=check) as run:
         assert check.num_calls == 1
         handler.other_node_failed.set()
         wait_until("the second generation", lambda: workers.starts == 2)
@@ -88,9 +83,7 @@ def test_a_check_that_raises_counts_as_failed() -> None:
         raise OSError("no such tool")
 
     workers = OneWorker()
-    agent = ElasticAgent(
-        WorkerSpec(Command("none")), CountedHandler(), workers, options=options(check)
-    )
+    agent = ElasticAgent(WorkerSpec(Command("none")), CountedHandler(), workers, check_node=check)
     result = agent.run()
     assert result.exit_code == 69
     assert "the check of this node failed: OSError: no such tool" in result.reason
@@ -108,7 +101,7 @@ def test_a_signal_cancels_a_check_and_the_run_waits_for_it(number: int) -> None:
 
     workers = OneWorker()
     workers.up.set()
-    with running(workers, CountedHandler(), options=options(check)) as run:
+    with running(workers, CountedHandler(), check_node=check) as run:
         assert has_started.wait(60)
         run.agent.handle_signal(number)
         result = run.result()
@@ -160,7 +153,7 @@ def test_a_signal_cancels_a_check_while_retained_workers_are_stopped() -> None:
 
     workers = RetainedWorkers()
     spec = WorkerSpec(Command("none"), local_world_size=2)
-    run = Run(ElasticAgent(spec, CountedHandler(2), workers, options=options(check)))
+    run = Run(ElasticAgent(spec, CountedHandler(2), workers, check_node=check))
     assert workers.up.wait(60)
     workers.end_worker(0, 1)
     assert is_checking.wait(60)

@@ -20,11 +20,11 @@ from elasticlib import (
     Node,
     RendezvousHandler,
     RunResult,
-    StopTimeouts,
     WorkerSpec,
     WorkerState,
 )
 from elasticlib.errors import RendezvousTimeoutError
+from elasticlib.options import AgentOptions, RendezvousSettings
 from elasticlib.rendezvous.interface import RendezvousInfo, RendezvousStoreInfo, assign_ranks
 from elasticlib.testing.waiting import wait_until
 
@@ -78,9 +78,8 @@ class ShellJob:
             spec,
             self.handler,
             LocalWorkers(os.environ),
-            max_restarts=max_restarts,
-            stop_timeouts=StopTimeouts(grace),
-            monitor_interval=0.02,
+            job=RendezvousSettings(max_restarts=max_restarts),
+            options=AgentOptions(shutdown_timeout=grace, monitor_interval=0.02),
         )
 
     def run(self, command: str, max_restarts: int = 0, grace: float = 30.0) -> RunResult:

@@ -18,7 +18,7 @@ from regroup_jobs import (
     wait_for_replacement,
 )
 
-from elasticlib.defaults import DEFAULT_DRAIN_EXIT_CODE
+from elasticlib.constants import DRAINED_EXIT_CODE
 from elasticlib.testing.waiting import wait_until
 
 
@@ -311,7 +311,7 @@ def test_a_signal_stops_workers_that_wait_for_a_generation(job: Job) -> None:
     node.wait_for_log("generation 1: [^$]*1 of at least 2 nodes are here")
     assert all(is_alive(pid) for pid in pids(first, "one"))
     node.signal(signal.SIGTERM)
-    assert node.exit_code() == DEFAULT_DRAIN_EXIT_CODE, job.logs
+    assert node.exit_code() == DRAINED_EXIT_CODE, job.logs
     wait_until(
         "the exit of the workers of the node", lambda: not any(map(is_alive, pids(first, "one")))
     )

@@ -12,6 +12,7 @@ from single_worker_agent import OneWorker, Run, SingleNodeHandler, running
 from elasticlib import DynamicRendezvousHandler, MemoryStore, Node, WorkerState
 from elasticlib.agent.run_observer import remote_cause
 from elasticlib.errors import RendezvousTimeoutError
+from elasticlib.options import RendezvousSettings, RendezvousTimeouts
 from elasticlib.rendezvous.blame import (
     MAX_TRACE_BYTES,
     Evidence,
@@ -20,7 +21,6 @@ from elasticlib.rendezvous.blame import (
     Verdict,
 )
 from elasticlib.rendezvous.interface import RendezvousInfo, Report, ReportKind
-from elasticlib.rendezvous.membership import RendezvousSettings, RendezvousTimeouts
 from elasticlib.testing.rendezvous_cluster import FakeBootstrapStore
 from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.exits import WorkerExit

@@ -9,7 +9,7 @@ import pytest
 from jobs import Job, Node, check_consistent_world, generation_of, is_alive
 from regroup_jobs import kill_workers, pids, start_member, wait_for_first_steps
 
-from elasticlib.defaults import DEFAULT_DRAIN_EXIT_CODE
+from elasticlib.constants import DRAINED_EXIT_CODE
 from elasticlib.testing.waiting import wait_until
 
 SLOW_START = ("start", "2")
@@ -126,7 +126,7 @@ def test_a_signal_stops_workers_whose_node_has_not_joined_yet(job: Job, number: 
     started = wait_for_standby_workers(job)
     two.signal(number)
     # The workers of the other node have shown that the script takes notices.
-    assert two.exit_code() == DEFAULT_DRAIN_EXIT_CODE, job.logs
+    assert two.exit_code() == DRAINED_EXIT_CODE, job.logs
     wait_until("the exit of the workers of the node", lambda: not any(map(is_alive, started)))
     assert job.wait_for_world(2) == before
     job.finish()

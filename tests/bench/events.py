@@ -124,22 +124,22 @@ def run_agent(
     """Run an agent in this process, and send the CPU shares of its idle periods."""
     tempfile.tempdir = os.environ["TMPDIR"] = str(directory / "tmp")
     Path(tempfile.tempdir).mkdir(parents=True)
-    from elasticlib.launch.arguments import parse
+    from elasticlib.launch.arguments import parse_options
     from elasticlib.launch.elastic_launch import run_node
 
     script = directory / "worker.py"
     script.write_text(WORKER)
     flags = ["--standalone", f"--nproc-per-node={WORKERS}", "--start-method=spawn"]
     flags += ["--log-dir", str(directory / "logs")] * events
-    config, entrypoint = parse([*flags, str(script), str(directory)])
-    config = attrs.evolve(config, events=events)
+    options, entrypoint = parse_options([*flags, str(script), str(directory)])
+    options = attrs.evolve(options, observe=attrs.evolve(options.observe, events=events))
 
     def watch() -> None:
         connection.send(idle_cpu_shares(directory, duration_s, count))
         (directory / "finish").touch()
 
     watcher = threading.Thread(target=watch, daemon=True)
-    result = run_node(config, entrypoint, on_start=lambda _: watcher.start())
+    result = run_node(options, entrypoint, on_start=lambda _: watcher.start())
     assert result.exit_code == 0, result.reason
     # The file is in the log directory, and the record of the run has a link to it.
     assert len([*directory.rglob(EVENTS_FILE)]) == 2 * events

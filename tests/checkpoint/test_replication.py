@@ -82,14 +82,9 @@ class Host:
         self.attempt += 1
         self.slots, self.info = {}, info
         group = WorkerGroup(
-            spec=WorkerSpec(Script("train.py")),
-            workers=(Worker(0, info.rank, info.rank, info.world_size, info.world_size),),
-            run_id="run",
-            generation=info.generation,
-            group_rank=info.rank,
-            group_world_size=info.world_size,
-            master_addr="127.0.0.1",
-            master_port=1,
+            WorkerSpec(Script("train.py")),
+            info,
+            (Worker(0, info.rank, info.rank, info.world_size, info.world_size),),
             attempt=self.attempt,
         )
         self.service.on_workers_starting(info, group)

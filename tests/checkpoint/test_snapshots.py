@@ -287,9 +287,9 @@ def test_incomplete_snapshots_of_workers_and_peers_that_exited_are_removed(
     agent: AgentMemory,
 ) -> None:
     spec = WorkerSpec(Script("train.py"))
-    group = WorkerGroup(spec, (), "run", 2, 0, 1, "127.0.0.1", 1, attempt=2)
     assignment = assign_ranks([Node("n", "h", "127.0.0.1", 1)])[0]
     info = RendezvousInfo("run", 2, assignment, RendezvousStoreInfo("127.0.0.1", 1))
+    group = WorkerGroup(spec, info, (), attempt=2)
     first = agent.worker(1)
     first.snapshot(1, state(1))
     first.close()

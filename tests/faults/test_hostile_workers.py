@@ -197,11 +197,14 @@ def test_a_killed_guardian_harms_no_worker_and_the_next_one_cleans_up(
 HOST = """
 import os, signal, sys
 from elasticlib import Command, LocalWorkers, WorkerSpec
+from elasticlib.interfaces import RankAssignment, RendezvousInfo, RendezvousStoreInfo
 from elasticlib.workers.spec import Worker, WorkerGroup
 
 workers = LocalWorkers(os.environ)
-group = WorkerSpec(Command("sleep", ("600",))), (Worker(0, 0, 0, 1, 1),)
-workers.start(WorkerGroup(*group, "run", 1, 0, 1, "127.0.0.1", 1), lambda *_: None)
+assignment = RankAssignment(0, 1, 1, 0, 1, 0, 1)
+info = RendezvousInfo("run", 1, assignment, RendezvousStoreInfo("127.0.0.1", 1))
+group = WorkerSpec(Command("sleep", ("600",))), info, (Worker(0, 0, 0, 1, 1),)
+workers.start(WorkerGroup(*group), lambda *_: None)
 while not workers.view()[0].name.startswith("pid"):
     pass
 assert os.listdir(os.environ["TMPDIR"])

@@ -18,11 +18,9 @@ import attrs
 import ray
 
 from elasticlib import (
-    AgentOptions,
     ChildFailedError,
     LaunchConfig,
     Script,
-    SupervisionOptions,
     context,
 )
 from elasticlib.compat.failures import SignalException
@@ -98,7 +96,6 @@ def main() -> None:
         rdzv_configs={"join_timeout": 3} if mode == "starve" else {},
         max_restarts=1 if mode == "work" else 0,
         start_method="spawn" if mode == "work" else "forkserver",
-        supervision=SupervisionOptions(agent=AgentOptions(checkpoint_grace=30.0)),
     )
     if gpus:
         ray.init(address=address, runtime_env={"env_vars": {"OMP_NUM_THREADS": "3"}})

@@ -10,7 +10,7 @@ from pathlib import Path
 from framework_jobs import PRELOAD
 from pages import read_page
 
-from elasticlib.launch.arguments import parse
+from elasticlib.launch.arguments import parse_options
 
 TEXT, BLOCKS = read_page("frameworks.md")
 ROOT = Path(__file__).parent.parent.parent
@@ -23,10 +23,10 @@ def test_each_command_starts_the_example_with_the_options_of_the_tests() -> None
     assert len(COMMANDS) == len(NAMES)
     for name, (program, *arguments) in zip(NAMES, COMMANDS, strict=True):
         assert program == "elasticrun"
-        config, _ = parse(arguments)
+        options, _ = parse_options(arguments)
         assert arguments[-1] == f"elasticlib/examples/with_{name}.py"
         assert (ROOT / arguments[-1]).exists()
-        assert ",".join(config.preload) == PRELOAD.get(name, "")
+        assert ",".join(options.workers.preload) == PRELOAD.get(name, "")
 
 
 def test_each_line_of_code_is_in_the_example() -> None:

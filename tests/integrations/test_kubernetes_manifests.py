@@ -34,8 +34,7 @@ from manifests import (  # noqa: E402
     with_master,
 )
 
-from elasticlib.agent.options import StopTimeouts  # noqa: E402
-from elasticlib.launch.arguments import LaunchRequest, parse_launch  # noqa: E402
+from elasticlib.launch.arguments import Launch, parse_launch  # noqa: E402
 from elasticlib.launch.cli import _parser  # noqa: E402
 from elasticlib.workers.spec import Module  # noqa: E402
 
@@ -93,7 +92,7 @@ CONTAINERS = {
 }
 
 
-def parse(container: Container) -> LaunchRequest:
+def parse_container(container: Container) -> Launch:
     assert container.command[0] == "elasticrun"
     return parse_launch(container.command[1:], container.environment)
 
@@ -145,46 +144,50 @@ def test_a_misspelled_field_is_found(document: Yaml) -> None:
 @pytest.mark.parametrize("name", CONTAINERS)
 def test_elasticrun_accepts_the_command_and_variables_of_each_manifest(name: str) -> None:
     container = CONTAINERS[name]
-    launch = parse(container)
-    config = launch.config
-    assert (config.min_nodes, config.max_nodes) == (1, 3 if name == "trainjob" else 4)
-    assert (config.nproc_per_node, config.max_restarts, config.run_id) == (1, 3, "train")
+    launch = parse_container(container)
+    options = launch.options
+    assert (options.job.min_nodes, options.job.max_nodes) == (1, 3 if name == "trainjob" else 4)
+    assert (options.workers.count, options.job.max_restarts, options.rendezvous.run_id) == (
+        1,
+        3,
+        "train",
+    )
     endpoint = {
         "indexed-job": "train-0.train:29400",
         "trainjob": "train-node-0-0.train:29500",
     }
-    assert config.endpoints == (endpoint.get(name, "train-worker-0:23456"),)
+    assert options.rendezvous.endpoints == (endpoint.get(name, "train-worker-0:23456"),)
     assert launch.entrypoint == Module(
         "elasticlib.examples.train_text", (f"--checkpoint-dir={container.mount}",)
     )
-    assert launch.settings.warnings == ()
+    assert launch.warnings == ()
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
 def test_pods_get_enough_time_to_save_before_they_are_killed(name: str) -> None:
-    config = parse(CONTAINERS[name]).config
-    options = config.supervision.agent
+    options = parse_container(CONTAINERS[name]).options
+    agent = options.agent
     # All workers save at the same time, and the node with the store serves until they have.
-    saved = options.checkpoint_grace + config.shutdown_timeout
+    saved = agent.checkpoint_grace + agent.shutdown_timeout_s
     # Pods of Run:ai have 30 s, so there is no time for a process that does not end by SIGKILL.
-    reaped = 0.0 if name == "runai" else StopTimeouts().kill_timeout
-    assert saved + reaped + config.rendezvous_timeouts.close_timeout < CONTAINERS[name].grace
+    reaped = 0.0 if name == "runai" else agent.kill_timeout
+    assert saved + reaped + options.rendezvous.timeouts.close_timeout < CONTAINERS[name].grace
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
 def test_the_last_call_is_as_long_as_dns_entries_can_be_stale(
     name: str,
 ) -> None:
-    assert parse(CONTAINERS[name]).config.rendezvous_settings.last_call_timeout == DNS_TTL_S
+    assert parse_container(CONTAINERS[name]).options.job.last_call_timeout == DNS_TTL_S
 
 
 def test_master_variables_of_the_operator_do_not_change_the_launch() -> None:
     """RANK and similar variables describe the node. The agent ignores them."""
     plain = CONTAINERS["pytorchjob"]
-    without, with_variables = parse(plain), parse(with_master(plain, 2, 3))
-    assert with_variables.config.endpoints == without.config.endpoints
-    assert (with_variables.config.nproc_per_node, with_variables.config.max_nodes) == (1, 4)
-    assert with_variables.config.node_rank == 2
+    without, with_variables = parse_container(plain), parse_container(with_master(plain, 2, 3))
+    assert with_variables.options.rendezvous.endpoints == without.options.rendezvous.endpoints
+    assert (with_variables.options.workers.count, with_variables.options.job.max_nodes) == (1, 4)
+    assert with_variables.options.rendezvous.node_rank == 2
 
 
 def test_an_empty_standalone_variable_selects_a_single_node() -> None:
@@ -192,14 +195,14 @@ def test_an_empty_standalone_variable_selects_a_single_node() -> None:
     environment = {**CONTAINERS["pytorchjob"].environment, **switched}
     launch = parse_launch(CONTAINERS["pytorchjob"].command[1:], environment)
     assert launch.settings["standalone"]
-    assert launch.config.is_single_node
+    assert launch.options.rendezvous.is_single_node
 
 
 def test_the_indexed_job_can_be_resized_and_its_pods_replaced() -> None:
     spec = JOB["spec"]
     assert spec["completionMode"] == "Indexed"
     assert spec["completions"] == spec["parallelism"]
-    drained = parse(CONTAINERS["indexed-job"]).config.supervision.drain_exit_code
+    drained = parse_container(CONTAINERS["indexed-job"]).options.agent.drain_exit_code
     for job in (spec, RUNTIME["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]):
         pod = job["template"]["spec"]
         # The Job controller accepts a podFailurePolicy only with these values.
@@ -221,7 +224,9 @@ def test_names_in_the_indexed_job_refer_to_each_other() -> None:
     assert service["spec"]["clusterIP"] == "None"
     assert service["metadata"]["name"] == JOB["spec"]["template"]["spec"]["subdomain"]
     port = service["spec"]["ports"][0]["port"]
-    assert parse(CONTAINERS["indexed-job"]).config.rdzv_endpoint.endswith(f":{port}")
+    assert parse_container(CONTAINERS["indexed-job"]).options.rendezvous.endpoint.endswith(
+        f":{port}"
+    )
 
 
 def test_the_separate_store_serves_the_job_and_its_service_selects_it() -> None:
@@ -232,7 +237,9 @@ def test_the_separate_store_serves_the_job_and_its_service_selects_it() -> None:
     (container,) = spec["template"]["spec"]["containers"]
     assert container["command"][0] == "elasticlib"
     chosen = _parser().parse_args(container["command"][1:])
-    assert chosen.job in {parse(one).config.run_id for one in CONTAINERS.values()}
+    assert chosen.job in {
+        parse_container(one).options.rendezvous.run_id for one in CONTAINERS.values()
+    }
     (port,) = service["spec"]["ports"]
     assert chosen.bind == ("0.0.0.0", port["port"])
     assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})
@@ -240,7 +247,7 @@ def test_the_separate_store_serves_the_job_and_its_service_selects_it() -> None:
         assert text in TEXT
     for one in CONTAINERS.values():
         moved = (one.command[0], f"--rdzv-endpoint={name}:{port['port']}", *one.command[1:])
-        assert parse(attrs.evolve(one, command=moved)).config.endpoints == (
+        assert parse_container(attrs.evolve(one, command=moved)).options.rendezvous.endpoints == (
             f"{name}:{port['port']}",
         )
 
@@ -248,7 +255,7 @@ def test_the_separate_store_serves_the_job_and_its_service_selects_it() -> None:
 @pytest.mark.parametrize("name", CONTAINERS)
 def test_events_are_written_to_the_volume(name: str) -> None:
     container = CONTAINERS[name]
-    assert parse(container).settings["log_dir"] == f"{container.mount}/logs"
+    assert parse_container(container).options.output.log_dir == f"{container.mount}/logs"
 
 
 def test_the_autoscaler_has_the_limits_of_the_job() -> None:
@@ -342,7 +349,7 @@ def test_commands_of_the_page_for_a_job_with_a_master_use_its_endpoint(
     environment = with_master(CONTAINERS["pytorchjob"], 1, 2).environment
     environment = {k: v for k, v in environment.items() if "RDZV" not in k} | {"PET_NNODES": "2"}
     static, elastic = (
-        parse_launch(expand(line, environment).split()[1:], environment).config
+        parse_launch(expand(line, environment).split()[1:], environment).options
         for line in LINES
         if line.startswith("elasticrun")
     )

@@ -20,7 +20,15 @@ from modules import extend_pythonpath, write_module
 from pages import name_blocks, read_page, run_suite
 from single_worker_agent import OneWorker, Run
 
-from elasticlib import Command, ElasticAgent, Node, RendezvousSettings, WorkerSpec, WorkerState
+from elasticlib import (
+    AgentOptions,
+    Command,
+    ElasticAgent,
+    Node,
+    RendezvousSettings,
+    WorkerSpec,
+    WorkerState,
+)
 from elasticlib.testing.waiting import wait_until
 
 TEXT, BLOCKS = read_page("writing_a_handler.md")
@@ -85,9 +93,9 @@ class TwoAgents:
             node = Node(name, name, "127.0.0.1", 1)
             handler = register(folder, "job", node, RendezvousSettings(2, 2), 60.0)
             spec = WorkerSpec(Command("none"))
-            agent = ElasticAgent(
-                spec, handler, workers, max_restarts=max_restarts, monitor_interval=0.01
-            )
+            settings = RendezvousSettings(max_restarts=max_restarts)
+            options = AgentOptions(monitor_interval=0.01)
+            agent = ElasticAgent(spec, handler, workers, job=settings, options=options)
             self.runs[name] = Run(agent)
 
     def started(self, times: int) -> None:

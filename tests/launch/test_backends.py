@@ -11,11 +11,11 @@ import pytest
 from jobs import Job, check_consistent_world
 from modules import extend_pythonpath, write_module
 
+from elasticlib import LaunchConfig, LaunchOptions, RendezvousOptions
 from elasticlib.errors import ConfigError
-from elasticlib.launch.arguments import parse
+from elasticlib.launch.arguments import parse_options
 from elasticlib.launch.cli import main
 from elasticlib.launch.flags import BUILTIN_BACKENDS
-from elasticlib.launch.launch_config import LaunchConfig
 from elasticlib.launch.rendezvous_setup import open_rendezvous
 
 CODE = """
@@ -60,26 +60,27 @@ def site_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def make_config(backend: str, directory: Path, **conf: object) -> LaunchConfig:
-    return LaunchConfig(
+def make_options(backend: str, directory: Path, **conf: object) -> LaunchOptions:
+    config = LaunchConfig(
         run_id="job",
         rdzv_backend=backend,
         rdzv_endpoint=str(directory / "rendezvous"),
         rdzv_configs=conf,
         nproc_per_node=3,
     )
+    return config.options()
 
 
 def test_backend_of_a_user_is_not_imported_before_it_is_opened(
     site_dir: Path,
 ) -> None:
-    parsed, _ = parse(
+    parsed, _ = parse_options(
         ["--rdzv-backend", "user_backends:open_store", *RENDEZVOUS, "--no-python", "true"]
     )
-    assert parsed.rdzv_backend == "user_backends:open_store"
+    assert parsed.rendezvous.backend == "user_backends:open_store"
     environment = {"PET_RDZV_BACKEND": "pack.shelf:Shelf.open"}
-    from_variable, _ = parse([*RENDEZVOUS, "--no-python", "true"], environment)
-    assert from_variable.rdzv_backend == "pack.shelf:Shelf.open"
+    from_variable, _ = parse_options([*RENDEZVOUS, "--no-python", "true"], environment)
+    assert from_variable.rendezvous.backend == "pack.shelf:Shelf.open"
     for name in (
         "zk",
         "user_backends:",
@@ -91,13 +92,13 @@ def test_backend_of_a_user_is_not_imported_before_it_is_opened(
         with pytest.raises(
             ConfigError, match=f"one of {', '.join(BUILTIN_BACKENDS)}, or package.mod"
         ):
-            make_config(name, site_dir)
+            make_options(name, site_dir)
     assert "user_backends" not in sys.modules
 
 
 def test_backend_receives_the_parameters_of_the_launch(site_dir: Path) -> None:
     options = {"join_timeout": "7", "keep_alive_interval": 0.5, "colour": "red", "user": 5}
-    setup = open_rendezvous(make_config("user_backends:open_store", site_dir, **options))
+    setup = open_rendezvous(make_options("user_backends:open_store", site_dir, **options))
     (request,) = sys.modules["user_backends"].requests
     setup.close()
     assert (request.endpoint, request.run_id) == (str(site_dir / "rendezvous"), "job")
@@ -113,7 +114,7 @@ def test_backend_receives_the_parameters_of_the_launch(site_dir: Path) -> None:
 
 
 def test_backend_may_return_a_rendezvous_handler(site_dir: Path) -> None:
-    setup = open_rendezvous(make_config("user_backends:open_handler", site_dir))
+    setup = open_rendezvous(make_options("user_backends:open_handler", site_dir))
     assert setup.store is None
     assert setup.handler.get_backend() == "complete"
     assert setup.handler.shutdown()
@@ -142,59 +143,60 @@ def test_status_accepts_the_backend_of_a_user(
 @pytest.mark.parametrize(
     ("backend", "message"),
     [
-        ("user_backends:open_nothing", "must return a Store or a RendezvousHandler, got str"),
-        ("user_backends:open_badly", "failed: AttributeError: .*no_such_thing"),
-        ("user_backends:no_such_name", "cannot be imported: AttributeError: .*no_such_name"),
-        ("no_such_module:open", "cannot be imported: ModuleNotFoundError: .*to PYTHONPATH"),
+        (
+            "user_backends:open_nothing",
+            "must return a Store or a RendezvousHandler, and not str",
+        ),
+        ("user_backends:open_badly", "must open .*AttributeError: .*no_such_thing"),
+        ("user_backends:no_such_name", "must be .* imported .AttributeError: .*no_such_name"),
+        ("no_such_module:open", "must be .* imported .ModuleNotFoundError: .*to PYTHONPATH"),
     ],
 )
 def test_backend_that_fails_is_named_in_the_error(
     site_dir: Path, backend: str, message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=f"rdzv_backend {backend} {message}"):
-        open_rendezvous(make_config(backend, site_dir))
+    with pytest.raises(ConfigError, match=f"backend {message}.*, got '{backend}'"):
+        open_rendezvous(make_options(backend, site_dir))
 
 
 def test_error_of_a_backend_is_passed_on_unchanged(site_dir: Path) -> None:
     with pytest.raises(ConfigError, match=r"^user_backends has no option size$"):
-        open_rendezvous(make_config("user_backends:open_store", site_dir, size="7"))
+        open_rendezvous(make_options("user_backends:open_store", site_dir, size="7"))
 
 
-INVALID: list[tuple[Callable[[LaunchConfig], LaunchConfig], str]] = [
+Change = Callable[[RendezvousOptions], RendezvousOptions]
+INVALID: list[tuple[Change, str]] = [
+    (lambda o: attrs.evolve(o, endpoint=""), "endpoint must be given for the user_backends:open"),
+    (lambda o: attrs.evolve(o, run_id="none"), "run_id must be given and unique, because several"),
+    (lambda o: attrs.evolve(o, is_host=True), "is_host applies only to the TCP store, not to"),
     (
-        lambda c: attrs.evolve(c, rdzv_endpoint=""),
-        "user_backends:open_store requires rdzv_endpoint",
-    ),
-    (
-        lambda c: attrs.evolve(c, run_id="none"),
-        "user_backends:open_store backend can be shared .* unique run_id",
-    ),
-    (
-        lambda c: attrs.evolve(c, rdzv_configs={"is_host": "1"}),
-        "is_host applies only to the TCP store",
-    ),
-    (
-        lambda c: attrs.evolve(c, rdzv_configs={"join_timeout": "x"}),
-        "join_timeout must be a positive",
-    ),
-    (
-        lambda c: attrs.evolve(c, rdzv_configs={"last_call_timeout": "-1"}),
-        "last_call_timeout must be a number of seconds from 0 up to",
-    ),
-    (
-        lambda c: attrs.evolve(c, rdzv_backend="file", rdzv_configs={"colour": "red"}),
-        "unknown rdzv_configs key 'col",
+        lambda o: attrs.evolve(o, backend="file", conf={"colour": "red"}),
+        "conf must have keys of the file backend only, got .'colour'.",
     ),
 ]
 
 
-@pytest.mark.parametrize(("change", "message"), INVALID, ids=[s for _, s in INVALID])
-def test_invalid_config_is_rejected_with_the_backend_of_a_user(
-    site_dir: Path, change: Callable[[LaunchConfig], LaunchConfig], message: str
+@pytest.mark.parametrize(
+    ("conf", "message"),
+    [
+        ({"join_timeout": "x"}, "rdzv_configs join_timeout must be a number, got 'x'"),
+        ({"last_call_timeout": "-1"}, "rdzv_configs last_call_timeout must be seconds from 0"),
+    ],
+)
+def test_invalid_key_is_rejected_with_the_backend_of_a_user(
+    site_dir: Path, conf: dict[str, str], message: str
 ) -> None:
-    valid = make_config("user_backends:open_store", site_dir)
     with pytest.raises(ConfigError, match=message):
-        change(valid)
+        make_options("user_backends:open_store", site_dir, **conf)
+
+
+@pytest.mark.parametrize(("change", "message"), INVALID, ids=[s for _, s in INVALID])
+def test_invalid_option_is_rejected_with_the_backend_of_a_user(
+    site_dir: Path, change: Change, message: str
+) -> None:
+    valid = make_options("user_backends:open_store", site_dir)
+    with pytest.raises(ConfigError, match=message):
+        change(valid.rendezvous)
 
 
 @pytest.mark.faults

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ import pytest
 from elasticlib.launch.cli import main
 from elasticlib.launch.command_line import parse_command_line
 
-HEAVY = {"attrs", "torch", "elasticlib.launch.launch_config", "elasticlib.stores.interface"}
+HEAVY = {"torch", "elasticlib.launch.arguments", "elasticlib.stores.interface"}
 
 
 def test_help_imports_neither_torch_nor_the_modules_of_a_job() -> None:
@@ -23,6 +24,26 @@ def test_help_imports_neither_torch_nor_the_modules_of_a_job() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (0, "\n")
     assert "--rdzv-endpoint" in done.stdout
+
+
+def test_a_command_line_is_parsed_without_attrs() -> None:
+    code = (
+        "import sys\n"
+        "from elasticlib.launch.command_line import parse_command_line\n"
+        "parse_command_line(['--max-restarts', '3', 'train.py'])\n"
+        f"sys.exit(bool({HEAVY | {'attrs'}} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=100).returncode == 0
+
+
+@pytest.mark.parametrize(("command", "limit"), [("elasticrun", 80), ("cli", 24)])
+def test_help_fits_a_screen(command: str, limit: int) -> None:
+    """80 lines of the most used options, and one screen of the commands."""
+    words = (sys.executable, "-m", f"elasticlib.launch.{command}", "--help")
+    environment = {**os.environ, "COLUMNS": "80"}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100, env=environment)
+    assert done.returncode == 0
+    assert done.stdout.count("\n") <= limit
 
 
 @pytest.mark.parametrize(

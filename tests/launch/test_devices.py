@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from elasticlib.errors import ConfigError
-from elasticlib.launch.arguments import worker_count
+from elasticlib.launch.devices import worker_count
 
 REGISTERED = torch._C._get_privateuse1_backend_name()
 """The name of torch's backend for third-party devices, until a package renames it."""

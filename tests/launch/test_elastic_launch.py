@@ -24,6 +24,8 @@ from elasticlib import (
     Command,
     ElasticAgent,
     LaunchConfig,
+    LaunchOptions,
+    OutputOptions,
     WorkerState,
     context,
     elastic_launch,
@@ -123,7 +125,7 @@ def import_nothing() -> None:
 
 
 def test_missing_module_is_reported_with_its_error_file(tmp_path: Path) -> None:
-    config = LaunchConfig(max_restarts=0, log_dir=str(tmp_path))
+    config = LaunchOptions(output=OutputOptions(log_dir=str(tmp_path)))
     with pytest.raises(ChildFailedError, match="No module named 'no_such_module'") as caught:
         elastic_launch(config, import_nothing)()
     _, failure = caught.value.get_first_failure()
@@ -203,7 +205,7 @@ def test_signal_ends_a_launch_with_an_exception_that_names_it(
 def test_invalid_entrypoint_and_invalid_config_are_rejected() -> None:
     with pytest.raises(ConfigError, match="must be a function or a program, got None"):
         elastic_launch(LaunchConfig(), None)()  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="config must be a LaunchConfig, got 3"):
+    with pytest.raises(ConfigError, match="config must be LaunchOptions or a LaunchConfig, got 3"):
         elastic_launch(3, rank_times)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="health_check_server must be None"):
         elastic_launch(LaunchConfig(), rank_times, object())  # type: ignore[arg-type]
@@ -260,8 +262,10 @@ def test_value_that_cannot_be_unpickled_is_a_failure_with_its_reason() -> None:
 
 
 def test_log_dir_that_cannot_be_created_is_rejected() -> None:
-    with pytest.raises(ConfigError, match=r"^log_dir '/dev/null/x' cannot be created"):
-        elastic_launch(LaunchConfig(log_dir="/dev/null/x"), rank_times)(1)
+    launch = elastic_launch(LaunchOptions(output=OutputOptions(log_dir="/dev/null/x")), rank_times)
+    rule = r"^log_dir must be a directory that can be created .*, got '/dev/null/x'"
+    with pytest.raises(ConfigError, match=rule):
+        launch(1)
 
 
 LAUNCHES = """

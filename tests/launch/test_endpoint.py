@@ -47,7 +47,7 @@ def test_malformed_endpoint_is_rejected(text: str) -> None:
 )
 def test_invalid_host_name_is_rejected(host: str) -> None:
     with pytest.raises(
-        ConfigError, match="the host of an endpoint must be an IPv4 address or a host name"
+        ConfigError, match="an endpoint has a host that must be an IPv4 address or a host name"
     ):
         split_endpoint(f"{host}:1")
 

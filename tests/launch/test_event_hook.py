@@ -7,15 +7,23 @@ import os
 import re
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from jobs import WITHOUT_TORCH, Job
 from modules import write_module
 
-from elasticlib import Event, LaunchConfig, elastic_launch
+from elasticlib import (
+    Event,
+    LaunchOptions,
+    ObserveOptions,
+    RendezvousOptions,
+    WorkerOptions,
+    elastic_launch,
+)
 from elasticlib.errors import ConfigError
-from elasticlib.launch.arguments import parse
+from elasticlib.launch.arguments import parse_options
 from elasticlib.observe.event import decode, encode
 
 pytestmark = pytest.mark.faults
@@ -60,6 +68,14 @@ def test_function_gets_every_event_of_a_job_and_its_errors_do_not_stop_the_job(j
     assert 'raise RuntimeError("no such chart")' in agent.text
 
 
+def hooked(on_event: Callable[[Event], object], run_id: str = "none") -> LaunchOptions:
+    return LaunchOptions(
+        rendezvous=RendezvousOptions(run_id=run_id),
+        workers=WorkerOptions(start_method="spawn"),
+        observe=ObserveOptions(on_event=on_event),
+    )
+
+
 def test_function_that_never_returns_delays_the_end_of_a_job_for_a_bounded_time(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -70,7 +86,7 @@ def test_function_that_never_returns_delays_the_end_of_a_job_for_a_bounded_time(
         entered.set()
         released.wait(300)
 
-    config = LaunchConfig(on_event=wait, start_method="spawn")
+    config = hooked(wait)
     try:
         with caplog.at_level(logging.WARNING, "elasticlib"):
             assert list(elastic_launch(config, run_id)()) == [0]
@@ -82,7 +98,7 @@ def test_function_that_never_returns_delays_the_end_of_a_job_for_a_bounded_time(
 
 def test_event_is_a_value_with_documented_fields() -> None:
     events: list[Event] = []
-    config = LaunchConfig(on_event=events.append, start_method="spawn", run_id="values")
+    config = hooked(events.append, run_id="values")
     elastic_launch(config, run_id)()
     first, *_, last = events
     assert (first.kind, first.run, first.generation, first.rank) == (
@@ -104,20 +120,26 @@ def test_event_is_a_value_with_documented_fields() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("charts", r"on_event must be package.module:function, got 'charts'"),
-        (7, "on_event must be a function or its name, got 7"),
+        (
+            "charts",
+            r"on_event must be a function or its name, package.module:function, got 'charts'",
+        ),
+        (7, "on_event must be a function or its name, package.module:function, got 7"),
     ],
 )
 def test_invalid_function_is_rejected_with_the_config(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        LaunchConfig(on_event=name)
+        ObserveOptions(on_event=name)
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("no_such_module:f", "--on-event no_such_module:f cannot be imported: ModuleNotFoundError"),
-        ("os:nothing", "--on-event os:nothing cannot be imported: AttributeError"),
+        (
+            "no_such_module:f",
+            "--on-event must be a function that can be imported (ModuleNotFoundError",
+        ),
+        ("os:nothing", "--on-event must be a function that can be imported (AttributeError"),
         ("os:sep", "--on-event os:sep must be a function, got '/'"),
     ],
 )
@@ -136,5 +158,5 @@ def test_function_that_cannot_be_imported_is_an_error_before_anything_starts(
 def test_command_line_passes_the_name_to_the_config(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.touch()
-    config, _ = parse(["--on-event", "charts:forward", str(script)])
-    assert config.on_event == "charts:forward"
+    options, _ = parse_options(["--on-event", "charts:forward", str(script)])
+    assert options.observe.on_event == "charts:forward"

@@ -16,7 +16,15 @@ import pytest
 from jobs import WITHOUT_TORCH
 from pages import name_blocks, read_page
 
-from elasticlib import Event, LaunchConfig, Script, elastic_launch
+from elasticlib import (
+    Event,
+    LaunchOptions,
+    ObserveOptions,
+    RendezvousOptions,
+    Script,
+    WorkerOptions,
+    elastic_launch,
+)
 
 CODE = name_blocks(
     [code for language, code in read_page("guide/events.md")[1] if language == "python"]
@@ -122,7 +130,11 @@ def test_module_of_the_page_logs_metrics_and_failures_to_wandb(
     replace_module(monkeypatch, "wandb", init=init)
     names: dict[str, Any] = {}
     exec(CODE["wandb_events.py"], names)
-    config = LaunchConfig(nproc_per_node=2, run_id="job7", on_event=names["forward"])
+    config = LaunchOptions(
+        rendezvous=RendezvousOptions(run_id="job7"),
+        workers=WorkerOptions(count=2),
+        observe=ObserveOptions(on_event=names["forward"]),
+    )
     elastic_launch(config, Script(str(directory / "train.py")))()
     assert run.step_metrics == {"*": "step"}
     assert run.logged[-1]["step"] == 3

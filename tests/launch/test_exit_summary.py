@@ -13,8 +13,8 @@ import pytest
 from jobs import PROGRAMS, WITHOUT_TORCH, Job
 from modules import extend_pythonpath
 
+from elasticlib import LaunchConfig, LaunchOptions
 from elasticlib.launch.elastic_launch import _remote_status_hint
-from elasticlib.launch.launch_config import LaunchConfig
 from elasticlib.observe.history import GenerationTrigger
 from elasticlib.observe.history_reader import read_history
 
@@ -29,8 +29,8 @@ def test_multi_node_run_prints_the_status_command_for_other_machines(
     endpoint: str, hint: str
 ) -> None:
     config = LaunchConfig(min_nodes=2, max_nodes=2, run_id="j", rdzv_endpoint=endpoint)
-    assert _remote_status_hint(config) == hint
-    assert _remote_status_hint(LaunchConfig()) == ""
+    assert _remote_status_hint(config.options()) == hint
+    assert _remote_status_hint(LaunchOptions()) == ""
 
 
 def test_run_that_lost_a_worker_prints_the_lost_time_and_the_report_command(job: Job) -> None:
@@ -92,7 +92,7 @@ def test_import_of_torch_is_not_counted_as_rendezvous(job: Job) -> None:
 
 def test_run_without_events_prints_no_report_command(job: Job) -> None:
     job.finish()
-    command = job.agent_command("--standalone", fields={"events": False})
+    command = job.agent_command("--standalone", fields={"observe.events": False})
     agent = job.start("a", *command, PYTHONPATH=WITHOUT_TORCH, LOGLEVEL="ERROR")
     assert agent.exit_code() == 0
     duration, last = agent.text.splitlines()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from elasticlib.launch.launch_config import LaunchConfig
+from elasticlib import LaunchOptions, RendezvousOptions
 from elasticlib.launch.observability import open_journal
 from elasticlib.observe.runs import UNFINISHED_PREFIX, runs_dir
 
@@ -23,6 +23,7 @@ def test_launch_removes_an_unfinished_directory_of_an_earlier_launch(
     leftover.parent.chmod(0o700)
     os.utime(leftover, (0, 0))
     no_setup: Any = None
-    with open_journal(LaunchConfig(run_id="job"), no_setup, "n1") as journal:
+    options = LaunchOptions(rendezvous=RendezvousOptions(run_id="job"))
+    with open_journal(options, no_setup, "n1") as journal:
         directories = [path.name for path in leftover.parent.iterdir()]
         assert directories == [Path(journal.path).parent.name]

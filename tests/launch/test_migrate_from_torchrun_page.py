@@ -20,9 +20,10 @@ from elasticlib import (
     Script,
     WorkerSpec,
 )
-from elasticlib.defaults import UNSUPPORTED_TORCHRUN_OPTIONS
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import parse_launch
+from elasticlib.launch.flags import UNSUPPORTED
+from elasticlib.rendezvous.interface import RankAssignment, RendezvousInfo, RendezvousStoreInfo
 from elasticlib.workers.spec import Worker, WorkerGroup, worker_environment
 
 TEXT, BLOCKS = read_page("migrate_from_torchrun.md")
@@ -41,12 +42,12 @@ DIFFERENT = {
     "--local-ranks-filter": "--local-ranks-filter 5 SCRIPT",
     "--duplicate-stdout-filters": "--duplicate-stdout-filters loss SCRIPT",
     "--duplicate-stderr-filters": "--duplicate-stderr-filters loss SCRIPT",
-    "--master-addr": "--master-addr h --rdzv-backend c10d --rdzv-endpoint h:1 SCRIPT",
-    "--master-port": "--master-port 1 --rdzv-backend c10d --rdzv-endpoint h:1 SCRIPT",
+    "--master-addr": "--master-addr g --rdzv-backend c10d --rdzv-endpoint h:1 SCRIPT",
+    "--master-port": "--master-port 2 --rdzv-backend c10d --rdzv-endpoint h:1 SCRIPT",
     "--signals-to-handle": "--signals-to-handle SIGSEGV SCRIPT",
 }
 """Command lines that torchrun accepts and elasticrun rejects, for each "different" option."""
-UNSUPPORTED = {f"--{dest.replace('_', '-')}" for dest in UNSUPPORTED_TORCHRUN_OPTIONS}
+UNSUPPORTED = {f"--{dest.replace('_', '-')}" for dest in UNSUPPORTED}
 NEWEST = {"--log-line-prefix-template", "--print-completion"}
 """Options of torch 2.15, which the installed torchrun may not have."""
 SUPERSET = {
@@ -115,7 +116,10 @@ def test_page_lists_each_variable_that_the_sources_of_torchrun_read() -> None:
     read = set(re.findall(r'(?:getenv|environ(?:\.get)?)[(\[]\s*"([A-Z_]+)"', text))
     read |= set(re.findall(r'"(TORCH(?:ELASTIC)?_[A-Z_]+)"', text))
     (worker,) = workers = (Worker(0, 0, 0, 1, 1),)
-    group = WorkerGroup(WorkerSpec(Script("x")), workers, "job", 1, 0, 1, "h", 1)
+    info = RendezvousInfo(
+        "job", 1, RankAssignment(0, 1, 1, 0, 1, 0, 1), RendezvousStoreInfo("here", 1)
+    )
+    group = WorkerGroup(WorkerSpec(Script("x")), info, workers)
 
     def variables_of_worker(inherited: dict[str, str]) -> set[str]:
         return set(worker_environment(group, worker, inherited, cores=1))
@@ -132,7 +136,7 @@ def test_page_lists_each_variable_that_the_sources_of_torchrun_read() -> None:
 @pytest.mark.usefixtures("directory")
 def test_only_variables_without_effect_get_a_warning(name: str) -> None:
     values = {"PYTHON_EXEC": "python3", "LOGLEVEL": "INFO"}
-    notes = parse_launch(["train.py"], {name: values.get(name, "1")}).settings.warnings
+    notes = parse_launch(["train.py"], {name: values.get(name, "1")}).warnings
     warned = VARIABLES[name].startswith("a warning")
     assert [note.split(" ")[0] for note in notes] == [f"{name}=1"] * warned
 
@@ -145,7 +149,7 @@ def test_missing_interpreter_is_rejected() -> None:
         parse_launch(["train.py"], {"PYTHON_EXEC": "/no/python"})
     # The variable is ignored if the launch uses no interpreter, or the one of the launcher.
     for flag in ("--no-python", "--run-path"):
-        assert parse_launch([flag, "train.py"], {"PYTHON_EXEC": "/no/python"}).config
+        assert parse_launch([flag, "train.py"], {"PYTHON_EXEC": "/no/python"}).options
 
 
 @pytest.mark.usefixtures("directory")
@@ -159,7 +163,7 @@ def test_commands_of_the_page_select_the_documented_entrypoints() -> None:
         Command("./train.sh", ("${local_rank}",)),
         Script("old_script.py", ("--local-rank=${local_rank}",)),
     ]
-    backends = [request.config.rdzv_backend for request in requests[:3]]
+    backends = [request.options.rendezvous.backend for request in requests[:3]]
     assert backends == ["tcp", "tcp", "static"]
 
 

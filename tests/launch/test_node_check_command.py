@@ -20,7 +20,7 @@ from processes import is_alive
 
 from elasticlib.errors import ConfigError
 from elasticlib.launch import builtin_check
-from elasticlib.launch.arguments import parse
+from elasticlib.launch.arguments import parse_options
 from elasticlib.launch.builtin_check import (
     check_disk_space,
     check_loopback,
@@ -129,31 +129,33 @@ def test_a_check_does_not_get_the_secret_of_the_job(
 
 
 def test_the_flags_become_a_check() -> None:
-    config, _ = parse(["--node-check", "./check.sh -v", "--node-check-timeout", "7", __file__])
-    found = make_node_check(config)
+    options, _ = parse_options(
+        ["--node-check", "./check.sh -v", "--node-check-timeout", "7", __file__]
+    )
+    found = make_node_check(options)
     assert found is not None
     assert (found.command, found.timeout_s) == ("./check.sh -v", 7.0)
     assert found.name == "the node check './check.sh -v'"
-    assert make_node_check(parse([__file__])[0]) is None
+    assert make_node_check(parse_options([__file__])[0]) is None
 
 
 @pytest.mark.parametrize("flags", [["--node-check", " "], ["--node-check-timeout", "0"]])
 def test_a_check_that_cannot_work_is_rejected(flags: list[str]) -> None:
     with pytest.raises(ConfigError, match=flags[0]):
-        parse([*flags, __file__])
+        parse_options([*flags, __file__])
 
 
 def test_the_builtin_check_gets_the_store_and_the_directories(tmp_path: Path) -> None:
     place = ["--nnodes", "1:2", "--rdzv-id", "job", "--log-dir", str(tmp_path)]
-    command = builtin_command(parse([*place, "--rdzv-endpoint", "a,b", __file__])[0])
+    command = builtin_command(parse_options([*place, "--rdzv-endpoint", "a,b", __file__])[0])
     assert command.endswith(f"--endpoint a --endpoint b --directory {tmp_path}")
     file = ["--rdzv-backend", "file", "--rdzv-endpoint", "meeting"]
-    command = builtin_command(parse([*place, *file, __file__])[0])
+    command = builtin_command(parse_options([*place, *file, __file__])[0])
     assert command.endswith(f"--directory meeting --directory {tmp_path}")
     etcd = ["--rdzv-backend", "etcd", "--rdzv-endpoint", "h1,h2:1"]
-    command = builtin_command(parse([*place, *etcd, __file__])[0])
+    command = builtin_command(parse_options([*place, *etcd, __file__])[0])
     assert "--endpoint h1:2379 --endpoint h2:1 " in command
-    command = builtin_command(parse(["--standalone", __file__])[0])
+    command = builtin_command(parse_options(["--standalone", __file__])[0])
     assert "elasticlib.launch.builtin_check" in command
 
 
@@ -163,7 +165,7 @@ def test_a_file_in_the_working_directory_does_not_break_the_builtin_check(
     for name in ("queue", "argparse", "elasticlib"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('not the module of Python')\n")
     monkeypatch.chdir(tmp_path)
-    command = builtin_command(parse(["--standalone", __file__])[0])
+    command = builtin_command(parse_options(["--standalone", __file__])[0])
     assert check(command) == ""
 
 

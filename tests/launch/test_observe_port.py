@@ -18,11 +18,11 @@ from http_requests import get
 from jobs import PROGRAMS, WITHOUT_TORCH, Job, Node
 from ports import free_port
 
-from elasticlib import LaunchConfig
+from elasticlib import LaunchOptions, ObserveOptions
 from elasticlib.errors import ConfigError
-from elasticlib.launch.arguments import parse
-from elasticlib.launch.launch_config import health_port
+from elasticlib.launch.arguments import parse_options
 from elasticlib.launch.observability import ObservabilityServer
+from elasticlib.launch.torch_config import health_address
 from elasticlib.observe.http_server import MAX_CONNECTIONS
 from elasticlib.observe.job_status import FIELDS
 from elasticlib.testing.waiting import wait_until
@@ -33,8 +33,8 @@ FLAGS = ("--standalone", "--nproc-per-node", "2", "--start-method", "spawn")
 BLOCK_SECOND_START = """
 import os, sys
 
-from elasticlib import LocalWorkers
-from elasticlib.launch.arguments import parse
+from elasticlib import LocalWorkers, WorkerOptions
+from elasticlib.launch.arguments import parse_options
 from elasticlib.launch.console import start_logging
 from elasticlib.launch.elastic_launch import run_node
 
@@ -45,9 +45,9 @@ class BlockedWorkers(LocalWorkers):
         super().start(group, ended)
 
 start_logging("INFO", "%(message)s")
-config, entrypoint = parse(sys.argv[1:])
-workers = BlockedWorkers(os.environ, start_method="spawn")
-sys.exit(run_node(config, entrypoint, workers).exit_code)
+options, entrypoint = parse_options(sys.argv[1:])
+workers = BlockedWorkers(os.environ, options=WorkerOptions(start_method="spawn"))
+sys.exit(run_node(options, entrypoint, workers).exit_code)
 """
 
 
@@ -185,7 +185,7 @@ def test_observe_port_in_use_is_an_error_before_anything_starts(
         assert agent.exit_code() == 2
         environment = {"TORCHELASTIC_HEALTH_CHECK_PORT": f"127.0.0.1:{port}"}
         # This is only a warning, because other launches may share the environment variable.
-        ObservabilityServer(LaunchConfig(), environment).close()
+        ObservabilityServer(LaunchOptions(), environment).close()
         warning = f"TORCHELASTIC_HEALTH_CHECK_PORT: cannot bind port {port} of 127.0.0.1"
         assert warning in caplog.text
     assert f"--observe-port: cannot bind port {port} of 127.0.0.1" in agent.text
@@ -195,21 +195,21 @@ def test_observe_port_in_use_is_an_error_before_anything_starts(
 
 @pytest.mark.parametrize("text", ["65536", "x", "a:b", ":80", "1.2.3.4", "-1", "٣"])
 def test_invalid_port_is_rejected_by_name(text: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"observe_port must be \[HOST:\]PORT"):
-        LaunchConfig(observe_port=text)
+    with pytest.raises(ConfigError, match=r"^port must be \[HOST:\]PORT"):
+        ObserveOptions(port=text)
     with pytest.raises(ConfigError, match=r"TORCHELASTIC_HEALTH_CHECK_PORT must be \[HOST:\]PORT"):
-        health_port({"TORCHELASTIC_HEALTH_CHECK_PORT": text})
+        health_address({"TORCHELASTIC_HEALTH_CHECK_PORT": text})
     script = tmp_path / "train.py"
     script.touch()
     with pytest.raises(ConfigError, match=r"set by PET_OBSERVE_PORT"):
-        parse([str(script)], {"PET_OBSERVE_PORT": text})
+        parse_options([str(script)], {"PET_OBSERVE_PORT": text})
 
 
 def test_ports_are_accepted_with_and_without_a_host() -> None:
-    assert LaunchConfig(observe_port=9400).observe_port == "9400"
-    assert LaunchConfig(observe_port="[::1]:9400").observe_port == "[::1]:9400"
-    assert LaunchConfig().observe_port is None
-    assert health_port({"TORCHELASTIC_HEALTH_CHECK_PORT": "8080"}) == ("127.0.0.1", 8080)
-    assert health_port({"TORCHELASTIC_HEALTH_CHECK_PORT": "0.0.0.0:8080"}) == ("0.0.0.0", 8080)
-    assert health_port({}) is None
-    assert health_port({"TORCHELASTIC_HEALTH_CHECK_PORT": "0"}) is None
+    assert ObserveOptions(port=9400).address == ("127.0.0.1", 9400)
+    assert ObserveOptions(port="[::1]:9400").address == ("::1", 9400)
+    assert ObserveOptions().address is None
+    assert health_address({"TORCHELASTIC_HEALTH_CHECK_PORT": "8080"}) == ("127.0.0.1", 8080)
+    assert health_address({"TORCHELASTIC_HEALTH_CHECK_PORT": "0.0.0.0:8080"}) == ("0.0.0.0", 8080)
+    assert health_address({}) is None
+    assert health_address({"TORCHELASTIC_HEALTH_CHECK_PORT": "0"}) is None

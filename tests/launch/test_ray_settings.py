@@ -8,12 +8,19 @@ from typing import Any
 
 import pytest
 
-from elasticlib import LaunchConfig, RunResult, WorkerState
+from elasticlib import (
+    LaunchConfig,
+    LaunchOptions,
+    RendezvousOptions,
+    RendezvousSettings,
+    RunResult,
+    WorkerState,
+)
 from elasticlib.errors import ConfigError, ElasticError
 from elasticlib.integrations.ray import (
     RAY_ENDPOINT,
     agent_resources,
-    check_config,
+    check_options,
     import_ray,
     ray_launch,
     unpickle_values,
@@ -25,26 +32,29 @@ from elasticlib.workers.exits import WorkerExit
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rdzv_backend": "file", "rdzv_endpoint": "/tmp", "run_id": "x"}, "rdzv_backend"),
-        ({"rdzv_endpoint": "node0:29400"}, "rdzv_endpoint cannot be 'node0:29400' on Ray"),
-        ({"rdzv_endpoint": "ray", "node_rank": 0}, "node_rank"),
-        ({"rdzv_endpoint": "ray", "local_addr": "127.0.0.1"}, "local_addr"),
-        ({"rdzv_endpoint": "ray", "topology": "rack1"}, "topology"),
-        ({"rdzv_endpoint": "ray", "spares": 0}, "spares"),
-        ({"rdzv_endpoint": "ray", "rdzv_configs": {"is_host": "true"}}, "is_host"),
-        ({"rdzv_endpoint": "ray", "rdzv_configs": {"secret_file": "/x"}}, "secret_file"),
+        ({"backend": "file", "endpoint": "/tmp", "run_id": "x"}, "backend must be"),
+        ({"endpoint": "node0:29400"}, "endpoint must be '' or 'ray' on Ray"),
+        ({"node_rank": 0}, "node_rank"),
+        ({"local_addr": "127.0.0.1"}, "local_addr"),
+        ({"topology": "rack1"}, "topology"),
+        ({"spares": 0}, "spares"),
+        ({"is_host": True}, "is_host"),
+        ({"secret_file": "/x"}, "secret_file"),
     ],
 )
 def test_a_setting_that_ray_or_the_driver_decides_is_rejected_by_name(
     settings: dict[str, Any], message: str
 ) -> None:
+    job = RendezvousSettings(max_nodes=2, spares=settings.pop("spares", None))
+    rendezvous = RendezvousOptions(**{"endpoint": RAY_ENDPOINT, **settings})
     with pytest.raises(ConfigError, match=message):
-        ray_launch(LaunchConfig(max_nodes=2, **settings), print)
+        ray_launch(LaunchOptions(job=job, rendezvous=rendezvous), print)
 
 
 def test_jobs_of_one_node_and_of_several_nodes_are_accepted() -> None:
-    check_config(LaunchConfig())
-    check_config(LaunchConfig(min_nodes=1, max_nodes=9, rdzv_endpoint=RAY_ENDPOINT))
+    check_options(LaunchOptions())
+    config = LaunchConfig(min_nodes=1, max_nodes=9, rdzv_endpoint=RAY_ENDPOINT)
+    check_options(config.options())
 
 
 def test_an_agent_gets_one_cpu_for_each_worker_by_default() -> None:

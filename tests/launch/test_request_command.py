@@ -20,12 +20,8 @@ from elasticlib.launch.request_command import operator
 from elasticlib.observe.event import encode
 from elasticlib.observe.requests import Request, RequestKind, Responder
 from elasticlib.observe.stacks import NodeStacks, encode_stacks
-from elasticlib.rendezvous.membership import (
-    Membership,
-    NodeRecord,
-    RendezvousSettings,
-    form_generation,
-)
+from elasticlib.options import RendezvousSettings
+from elasticlib.rendezvous.membership import Membership, NodeRecord, form_generation
 from elasticlib.rendezvous.rank_assignment import shard_members
 from elasticlib.rendezvous.store_layout import StoreKeys, encode_shard, encode_state
 from elasticlib.rendezvous.store_layout import encode as encode_node

@@ -12,7 +12,7 @@ import pytest
 from jobs import WITHOUT_TORCH, Job
 
 from elasticlib import Function, LaunchConfig, Module, Script, elastic_launch
-from elasticlib.launch.arguments import parse
+from elasticlib.launch.arguments import parse_options
 from elasticlib.launch.run_id import generate_run_id
 from elasticlib.workers.spec import Command
 
@@ -87,7 +87,14 @@ def test_a_job_of_up_to_one_node_in_a_shared_store_gets_an_id_if_it_is_empty(
 def test_given_id_is_used_and_multi_node_jobs_share_the_default(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.touch()
-    assert parse(["--rdzv-id", "job7", str(script)])[0].run_id == "job7"
-    assert parse(["--standalone", "--rdzv-id", "job7", str(script)])[0].run_id == "job7"
+    assert parse_options(["--rdzv-id", "job7", str(script)])[0].rendezvous.run_id == "job7"
+    assert (
+        parse_options(["--standalone", "--rdzv-id", "job7", str(script)])[0].rendezvous.run_id
+        == "job7"
+    )
     several = ["--nnodes", "2", "--rdzv-endpoint", "node0", str(script)]
-    assert parse(several)[0].run_id == parse(several)[0].run_id == "none"
+    assert (
+        parse_options(several)[0].rendezvous.run_id
+        == parse_options(several)[0].rendezvous.run_id
+        == "none"
+    )

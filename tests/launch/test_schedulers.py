@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticlib.errors import ConfigError
-from elasticlib.launch.arguments import LaunchRequest, parse_launch
+from elasticlib.launch.arguments import Launch, parse_launch
 from elasticlib.launch.flags import SCHEDULERS
 from elasticlib.launch.schedulers import (
     DETECTORS,
@@ -50,7 +50,7 @@ SKY = {
 }
 
 
-def launch(script: str, line: str, variables: Mapping[str, str]) -> LaunchRequest:
+def launch(script: str, line: str, variables: Mapping[str, str]) -> Launch:
     return parse_launch(["--scheduler", "auto", *line.split(), script], variables)
 
 
@@ -102,10 +102,10 @@ def test_gpus_and_switches_set_the_worker_count_and_the_topology(script: str) ->
         "SLURM_TOPOLOGY_ADDR": "core.leaf3.n2",
         "SLURM_TOPOLOGY_ADDR_PATTERN": "switch.switch.node",
     }
-    config = launch(script, "", {**STEP, **hardware}).config
-    assert (config.nproc_per_node, config.topology) == (4, "core.leaf3")
-    none = launch(script, "", {**STEP, "SLURM_GPUS_ON_NODE": "0"}).config
-    assert (none.nproc_per_node, none.topology) == (1, "")
+    options = launch(script, "", {**STEP, **hardware}).options
+    assert (options.workers.count, options.rendezvous.topology) == (4, "core.leaf3")
+    none = launch(script, "", {**STEP, "SLURM_GPUS_ON_NODE": "0"}).options
+    assert (none.workers.count, none.rendezvous.topology) == (1, "")
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,10 @@ def test_gpus_and_switches_set_the_worker_count_and_the_topology(script: str) ->
         ({**STEP, "SLURM_JOB_ID": "x"}, "SLURM_JOB_ID must be an integer, got 'x'"),
         ({**STEP, "SLURM_STEP_NODELIST": "n[1"}, r"got 'n\[1'"),
         ({**SKY, "SKYPILOT_NUM_NODES": "3"}, "SKYPILOT_NUM_NODES=3.*has 2 addresses"),
-        ({**STEP, "SLURM_GPUS_ON_NODE": "gpu:2"}, "--nproc-per-node is set by SLURM_GPUS_ON_NODE"),
+        (
+            {**STEP, "SLURM_GPUS_ON_NODE": "gpu:2"},
+            r"SLURM_GPUS_ON_NODE \(--nproc-per-node\) must be a number",
+        ),
     ],
 )
 def test_job_that_cannot_have_one_agent_per_node_is_rejected(
@@ -133,17 +136,17 @@ def test_job_that_cannot_have_one_agent_per_node_is_rejected(
 
 def test_options_of_the_user_take_precedence_over_slurm(script: str) -> None:
     line = "--nnodes 1:2 --rdzv-id mine --rdzv-conf join_timeout=7"
-    config = launch(script, line, STEP).config
-    assert (config.min_nodes, config.run_id) == (1, "mine")
-    assert config.options.join_timeout == 7.0
+    options = launch(script, line, STEP).options
+    assert (options.job.min_nodes, options.rendezvous.run_id) == (1, "mine")
+    assert options.rendezvous.timeouts.join_timeout == 7.0
 
 
 def test_signals_of_slurm_drain_a_node_and_sigterm_does_not(script: str) -> None:
-    agent = launch(script, "", STEP).config.supervision.agent
+    agent = launch(script, "", STEP).options.agent
     assert agent.drain_signals == (signal.SIGUSR1, signal.SIGUSR2)
     assert agent.notice_signals == (signal.SIGTERM,)
     # A command line written for torchrun may stop the job on SIGUSR1.
-    agent = launch(script, "--signals-to-handle SIGTERM,SIGUSR1", STEP).config.supervision.agent
+    agent = launch(script, "--signals-to-handle SIGTERM,SIGUSR1", STEP).options.agent
     assert agent.stop_signals == (signal.SIGTERM, signal.SIGUSR1)
     assert agent.drain_signals == (signal.SIGUSR2,)
 
@@ -153,29 +156,34 @@ def test_slurm_settings_that_contradict_the_users_endpoint_are_ignored(
 ) -> None:
     switched = {"SLURM_TOPOLOGY_ADDR": "s.n2", "SLURM_TOPOLOGY_ADDR_PATTERN": "switch.node"}
     variables = {**STEP, **switched}
-    standalone = launch(script, "--standalone", variables).config
-    assert (standalone.max_nodes, standalone.is_single_node, standalone.topology) == (1, True, "")
-    static = launch(script, "--rdzv-backend static", variables).config
-    assert (static.node_rank, static.rdzv_endpoint) == (1, f"n1:{PORTS.start + 4711}")
-    shared = launch(script, f"--rdzv-backend file --rdzv-endpoint {tmp_path}", variables).config
-    assert (shared.rdzv_endpoint, shared.topology) == (str(tmp_path), "s")
-    with pytest.raises(ConfigError, match="a job with 2 nodes requires"):
+    standalone = launch(script, "--standalone", variables).options
+    assert standalone.job.max_nodes == 1
+    assert (standalone.rendezvous.endpoint, standalone.rendezvous.topology) == ("", "")
+    static = launch(script, "--rdzv-backend static", variables).options.rendezvous
+    assert (static.node_rank, static.endpoint) == (1, f"n1:{PORTS.start + 4711}")
+    line = f"--rdzv-backend file --rdzv-endpoint {tmp_path}"
+    shared = launch(script, line, variables).options.rendezvous
+    assert (shared.endpoint, shared.topology) == (str(tmp_path), "s")
+    with pytest.raises(ConfigError, match="--rdzv-endpoint must be given for the file backend"):
         launch(script, "--rdzv-backend file", variables)
     spare = launch(script, "--nnodes 1:1 --spares 1", variables)
-    assert spare.config.node_rank is None
-    assert spare.settings.warnings == ("ignoring SLURM_NODEID=1: the job has up to 1 nodes",)
+    assert spare.options.rendezvous.node_rank is None
+    assert spare.warnings == ("ignoring SLURM_NODEID=1: the job has up to 1 nodes",)
 
 
 def test_run_id_of_a_skypilot_task_survives_its_recoveries(script: str) -> None:
     request = launch(script, "", SKY)
-    config = request.config
-    assert (request.scheduler, config.run_id) == ("skypilot", SKY["SKYPILOT_TASK_ID"])
-    assert (config.max_nodes, config.node_rank, config.nproc_per_node) == (2, 1, 8)
-    host, _, port = config.rdzv_endpoint.partition(":")
+    options = request.options
+    assert (request.scheduler, options.rendezvous.run_id) == ("skypilot", SKY["SKYPILOT_TASK_ID"])
+    assert (options.job.max_nodes, options.rendezvous.node_rank, options.workers.count) == (2, 1, 8)
+    host, _, port = options.rendezvous.endpoint.partition(":")
     assert (host, int(port) in PORTS) == ("10.0.0.1", True)
     other_nodes = {**SKY, "SKYPILOT_NODE_IPS": "10.9.9.9\n10.9.9.8", "SKYPILOT_NODE_RANK": "0"}
-    recovered = launch(script, "", other_nodes).config
-    assert (recovered.run_id, recovered.rdzv_endpoint) == (config.run_id, f"10.9.9.9:{port}")
+    recovered = launch(script, "", other_nodes).options.rendezvous
+    assert (recovered.run_id, recovered.endpoint) == (
+        options.rendezvous.run_id,
+        f"10.9.9.9:{port}",
+    )
 
 
 def test_scheduler_option_accepts_each_scheduler() -> None:

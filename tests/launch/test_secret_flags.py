@@ -11,9 +11,9 @@ from jobs import Job, check_consistent_world
 from launch_commands import DUMP_ENVIRONMENT, SPAWN, run
 from ports import free_port
 
+from elasticlib import RendezvousOptions
 from elasticlib.errors import ConfigError
-from elasticlib.launch.endpoints import read_secret
-from elasticlib.launch.launch_config import LaunchConfig
+from elasticlib.launch.secret import read_secret
 
 VARIABLE = "ELASTICLIB_SECRET"
 SECRET = b"sixteen or more bytes"
@@ -64,11 +64,12 @@ def test_missing_file_empty_variable_and_two_sources_are_rejected_by_name(tmp_pa
 
 def test_a_secret_file_is_accepted_with_any_store(tmp_path: Path) -> None:
     """Requests of operators are signed with it, also where the store itself does not check it."""
-    settings = {"rdzv_endpoint": str(tmp_path), "run_id": "job", "rdzv_backend": "file"}
-    config = LaunchConfig(**settings, rdzv_configs={"secret_file": "path"})  # type: ignore[arg-type]
-    assert config.options.secret_file == "path"
+    options = RendezvousOptions(
+        endpoint=str(tmp_path), run_id="job", backend="file", secret_file="path"
+    )
+    assert options.secret_file == "path"
     with pytest.raises(ConfigError, match="secret_file must be the path of a file"):
-        LaunchConfig(rdzv_configs={"secret_file": ""})
+        RendezvousOptions(secret_file="")
 
 
 @pytest.mark.faults

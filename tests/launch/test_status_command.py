@@ -216,7 +216,10 @@ def test_reader_waits_until_an_old_status_is_renewed_or_its_lease_expires(
         ("--rdzv-conf secretfile=x", "unknown --rdzv-conf key 'secretfile'"),
         ("--rdzv-conf join_timeout=5,colour=red", "unknown --rdzv-conf key 'colour'"),
         ("--rdzv-conf join_timeout=5,join_timeout=6", "must have each key once"),
-        ("--rdzv-conf cacert=x", "cacert applies only to --rdzv-backend etcd, not to tcp"),
+        (
+            "--rdzv-conf cacert=x",
+            "--rdzv-conf must have keys of the tcp backend only, got ['cacert']",
+        ),
         ("--rdzv-conf secret_file=", "--rdzv-conf must be k=v,k=v"),
     ],
 )

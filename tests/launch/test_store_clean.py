@@ -9,6 +9,7 @@ import pytest
 
 from elasticlib.clock import format_utc, wall
 from elasticlib.launch.cli import main
+from elasticlib.options import RendezvousSettings
 from elasticlib.rendezvous.ended_jobs import delete_job, find_ended_jobs
 from elasticlib.rendezvous.membership import (
     JobEnd,
@@ -16,7 +17,6 @@ from elasticlib.rendezvous.membership import (
     Leader,
     Membership,
     NodeRecord,
-    RendezvousSettings,
     form_generation,
 )
 from elasticlib.rendezvous.rank_assignment import shard_members

@@ -37,7 +37,7 @@ def test_without_ipv6_store_and_client_use_the_other_addresses_of_a_name(
     monkeypatch.setattr(socket, "socket", WithoutIPv6)
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     config = LaunchConfig(max_nodes=2, run_id="job", rdzv_endpoint=f"localhost:{port}")
-    server, store = TcpStoreHost(config, None).open()
+    server, store = TcpStoreHost(config.options(), None).open()
     assert server is not None
     with server, store, TcpStore("localhost", port, job="job", connect_timeout=5.0) as other:
         assert other.set("key", b"value") == store.get("key")

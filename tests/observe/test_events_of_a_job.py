@@ -139,7 +139,7 @@ def check_run_is_found_by_each_name(job: Job) -> None:
 
 def test_run_with_events_disabled_leaves_no_files(job: Job) -> None:
     flags = ("--standalone", "--log-dir", str(job.folder / "logs"))
-    command = job.agent_command(*flags, fields={"events": False})
+    command = job.agent_command(*flags, fields={"observe.events": False})
     agent = job.start("a", *command, PYTHONPATH=WITHOUT_TORCH)
     job.wait_for_world(1)
     job.finish()

@@ -40,6 +40,7 @@ from elasticlib.observe.summary import (
     detail_of,
     summarize,
 )
+from elasticlib.options import RendezvousSettings
 from elasticlib.rendezvous.bad_nodes import ExcludedHost
 from elasticlib.rendezvous.blame import Evidence, FailureKind, Verdict
 from elasticlib.rendezvous.membership import (
@@ -47,7 +48,6 @@ from elasticlib.rendezvous.membership import (
     LeaderStatus,
     Membership,
     NodeRecord,
-    RendezvousSettings,
     begin_resize,
     end_generation,
     form_generation,

@@ -12,7 +12,7 @@ from pathlib import Path
 import attrs
 
 from elasticlib import LocalWorkers
-from elasticlib.launch.arguments import parse
+from elasticlib.launch.arguments import parse_options
 from elasticlib.launch.elastic_launch import run_node
 from elasticlib.workers.interface import StopNotice
 
@@ -26,7 +26,7 @@ class NoticedWorkers(LocalWorkers):
         self._generation = 0
 
     def start(self, group, on_exit) -> None:
-        self._generation = group.generation
+        self._generation = group.info.generation
         super().start(group, on_exit)
 
     def view(self):
@@ -40,9 +40,9 @@ class NoticedWorkers(LocalWorkers):
 
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    config, script = parse(sys.argv[1:])
-    ignored = config.supervision.agent.agent_only_signals
-    result = run_node(config, script, NoticedWorkers(script.args[0], ignored))
+    options, script = parse_options(sys.argv[1:])
+    ignored = options.agent.agent_only_signals
+    result = run_node(options, script, NoticedWorkers(script.args[0], ignored))
     print(f"{result.state.value.upper()}: {result.reason}")
     return result.exit_code
 

@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from elasticlib.options import RendezvousSettings, RendezvousTimeouts
 from elasticlib.rendezvous.handler import DynamicRendezvousHandler
 from elasticlib.rendezvous.interface import Change, RendezvousHandler, RendezvousInfo
-from elasticlib.rendezvous.membership import (
-    MembershipState,
-    Node,
-    RendezvousSettings,
-    RendezvousTimeouts,
-)
+from elasticlib.rendezvous.membership import MembershipState, Node
 from elasticlib.rendezvous.store_layout import StoreKeys, decode_state
 from elasticlib.stores.memory_store import MemoryStore
 from elasticlib.testing.rendezvous_cluster import FakeBootstrapStore

@@ -23,9 +23,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from elasticlib.options import RendezvousSettings, RendezvousTimeouts
 from elasticlib.rendezvous.handler import DynamicRendezvousHandler
 from elasticlib.rendezvous.interface import Report, ReportKind
-from elasticlib.rendezvous.membership import Node, RendezvousSettings, RendezvousTimeouts
+from elasticlib.rendezvous.membership import Node
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.testing.rendezvous_cluster import FakeBootstrapStore
 

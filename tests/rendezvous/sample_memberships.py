@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import attrs
 
+from elasticlib.options import RendezvousSettings
 from elasticlib.rendezvous.blame import Evidence, FailureKind, Verdict, blame
-from elasticlib.rendezvous.membership import (
-    Membership,
-    NodeRecord,
-    RendezvousSettings,
-    form_generation,
-)
+from elasticlib.rendezvous.membership import Membership, NodeRecord, form_generation
 from elasticlib.rendezvous.reconcile import LeaderView, ReconcileResult, reconcile
 
 SETTINGS = RendezvousSettings(2, 4, max_restarts=1, last_call_timeout=2.0)

@@ -26,6 +26,7 @@ from functools import partial
 import attrs
 
 from elasticlib.errors import StoreConnectionError
+from elasticlib.options import RendezvousSettings, RendezvousTimeouts
 from elasticlib.rendezvous.interface import (
     Joined,
     MembershipChanged,
@@ -33,13 +34,7 @@ from elasticlib.rendezvous.interface import (
     Report,
     ReportKind,
 )
-from elasticlib.rendezvous.membership import (
-    JobPhase,
-    Membership,
-    Node,
-    RendezvousSettings,
-    RendezvousTimeouts,
-)
+from elasticlib.rendezvous.membership import JobPhase, Membership, Node
 from elasticlib.rendezvous.node import (
     JoinRequest,
     NodeReport,

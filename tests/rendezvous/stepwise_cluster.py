@@ -11,14 +11,9 @@ import itertools
 from collections import Counter
 
 from elasticlib.errors import StoreConnectionError
+from elasticlib.options import RendezvousSettings, RendezvousTimeouts
 from elasticlib.rendezvous.blame import Evidence, FailureKind
-from elasticlib.rendezvous.membership import (
-    JobPhase,
-    Membership,
-    Node,
-    RendezvousSettings,
-    RendezvousTimeouts,
-)
+from elasticlib.rendezvous.membership import JobPhase, Membership, Node
 from elasticlib.rendezvous.node import JobSnapshot, RendezvousNode
 from elasticlib.rendezvous.store_layout import JobListing, StoreKeys
 from elasticlib.stores.interface import CompareSetResult, Entry, Listing, Store

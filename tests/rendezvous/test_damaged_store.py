@@ -12,14 +12,10 @@ from sample_memberships import A, B, C, create_generation, create_view
 from stepwise_cluster import KEYS, StepwiseCluster
 
 from elasticlib.errors import RendezvousConfigError
+from elasticlib.options import RendezvousSettings
 from elasticlib.rendezvous.blame import FailureKind
 from elasticlib.rendezvous.interface import ChangeKind
-from elasticlib.rendezvous.membership import (
-    JobPhase,
-    Leader,
-    MembershipState,
-    RendezvousSettings,
-)
+from elasticlib.rendezvous.membership import JobPhase, Leader, MembershipState
 from elasticlib.rendezvous.node import UnreadableJobError
 from elasticlib.rendezvous.rank_assignment import natural_sort_key
 from elasticlib.rendezvous.reconcile import reconcile

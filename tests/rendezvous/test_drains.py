@@ -8,9 +8,10 @@ import pytest
 from handler_cluster import HandlerCluster, next_change, read_state
 
 from elasticlib.errors import RendezvousClosedError
+from elasticlib.options import RendezvousSettings
 from elasticlib.rendezvous.blame import FailureKind
 from elasticlib.rendezvous.interface import Change, ChangeKind, Report, ReportKind
-from elasticlib.rendezvous.membership import GenerationTrigger, JobPhase, RendezvousSettings
+from elasticlib.rendezvous.membership import GenerationTrigger, JobPhase
 from elasticlib.testing.rendezvous_cluster import report_failure
 from elasticlib.testing.waiting import wait_until
 

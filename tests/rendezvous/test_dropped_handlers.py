@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from elasticlib.options import RendezvousSettings, RendezvousTimeouts
 from elasticlib.rendezvous.handler import DynamicRendezvousHandler, StaticRendezvousHandler
 from elasticlib.rendezvous.interface import ChangeKind, RendezvousInfo
-from elasticlib.rendezvous.membership import Node, RendezvousSettings, RendezvousTimeouts
+from elasticlib.rendezvous.membership import Node
 from elasticlib.rendezvous.store_layout import StoreKeys
 from elasticlib.stores.failover_store import FailoverStore, StoreEndpoint
 from elasticlib.stores.file_store import FileStore

@@ -12,6 +12,7 @@ from handler_cluster import HandlerCluster, next_change, read_state
 from stepwise_cluster import LEASE_TTL, StepwiseCluster
 
 from elasticlib.errors import RendezvousClosedError
+from elasticlib.options import RendezvousSettings
 from elasticlib.rendezvous.handler import DynamicRendezvousHandler as Handler
 from elasticlib.rendezvous.interface import (
     ChangeKind,
@@ -20,7 +21,7 @@ from elasticlib.rendezvous.interface import (
     Report,
     ReportKind,
 )
-from elasticlib.rendezvous.membership import JobPhase, RendezvousSettings
+from elasticlib.rendezvous.membership import JobPhase
 from elasticlib.testing.rendezvous_cluster import report_failure
 
 FULL = RendezvousSettings(2, 2)

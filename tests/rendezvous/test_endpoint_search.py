@@ -11,8 +11,9 @@ from functools import partial
 import pytest
 
 from elasticlib.errors import RendezvousClosedError
+from elasticlib.options import RendezvousSettings, RendezvousTimeouts
 from elasticlib.rendezvous.handler import DynamicRendezvousHandler
-from elasticlib.rendezvous.membership import Node, RendezvousSettings, RendezvousTimeouts
+from elasticlib.rendezvous.membership import Node
 from elasticlib.rendezvous.store_layout import StoreKeys
 from elasticlib.stores.failover_store import FailoverStore, StoreEndpoint
 from elasticlib.stores.interface import Store

@@ -7,7 +7,8 @@ import pytest
 from stepwise_cluster import KEYS, StepwiseCluster, StepwiseNode
 
 from elasticlib.errors import StoreConnectionError
-from elasticlib.rendezvous.membership import JobPhase, Membership, RendezvousSettings
+from elasticlib.options import RendezvousSettings
+from elasticlib.rendezvous.membership import JobPhase, Membership
 from elasticlib.rendezvous.node import JobSnapshot
 from elasticlib.stores.interface import Entry
 

@@ -23,9 +23,10 @@ from elasticlib.errors import (
     RendezvousConfigError,
     RendezvousTimeoutError,
 )
+from elasticlib.options import RendezvousSettings, RendezvousTimeouts
 from elasticlib.rendezvous.handler import DynamicRendezvousHandler, StaticRendezvousHandler
 from elasticlib.rendezvous.interface import ChangeKind, Report, ReportKind
-from elasticlib.rendezvous.membership import Node, RendezvousSettings, RendezvousTimeouts
+from elasticlib.rendezvous.membership import Node
 from elasticlib.rendezvous.node import RendezvousNode
 from elasticlib.rendezvous.store_layout import FORMAT, StoreKeys
 from elasticlib.stores.interface import CancelWatch, Listing, WatchResult

@@ -6,9 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stepwise_cluster import KEYS, RUN_ID, CountingStore
 
+from elasticlib.options import RendezvousSettings, RendezvousTimeouts
 from elasticlib.rendezvous.interface import Joined, Report, ReportKind
 from elasticlib.rendezvous.job_store import JobStore
-from elasticlib.rendezvous.membership import Node, RendezvousSettings, RendezvousTimeouts
+from elasticlib.rendezvous.membership import Node
 from elasticlib.rendezvous.node import JoinRequest, NodeRequest, RendezvousNode, StoreServed
 from elasticlib.stores.interface import ABSENT
 from elasticlib.stores.memory_store import MemoryStore

@@ -11,7 +11,8 @@ import pytest
 from process_cluster import NodeResult, ProcessCluster, start_cluster
 from simulation import Faults, Simulation
 
-from elasticlib.rendezvous.membership import JobPhase, RendezvousSettings
+from elasticlib.options import RendezvousSettings
+from elasticlib.rendezvous.membership import JobPhase
 
 NODES = 10_000
 SIMULATED_NODES = 20_000

@@ -14,6 +14,7 @@ from handler_cluster import TIMEOUTS, HandlerCluster
 
 from elasticlib.clock import monotonic
 from elasticlib.errors import RendezvousClosedError, StoreConnectionError
+from elasticlib.options import RendezvousSettings, RendezvousTimeouts
 from elasticlib.rendezvous.blame import Evidence, FailureDetails, FailureKind
 from elasticlib.rendezvous.driver import MembershipEvent
 from elasticlib.rendezvous.handler import DynamicRendezvousHandler
@@ -27,7 +28,7 @@ from elasticlib.rendezvous.interface import (
     ReportKind,
     Topic,
 )
-from elasticlib.rendezvous.membership import Node, RendezvousSettings, RendezvousTimeouts
+from elasticlib.rendezvous.membership import Node
 from elasticlib.rendezvous.store_layout import StoreKeys
 from elasticlib.stores.interface import CancelWatch, Listing, WatchResult
 from elasticlib.stores.memory_store import MemoryStore

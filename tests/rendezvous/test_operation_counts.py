@@ -11,8 +11,9 @@ import pytest
 from stepwise_cluster import KEYS, RUN_ID, CountingStore, StepwiseCluster, StepwiseNode
 
 from elasticlib.clock import Clock, monotonic
+from elasticlib.options import RendezvousSettings, RendezvousTimeouts
 from elasticlib.rendezvous.handler import DynamicRendezvousHandler
-from elasticlib.rendezvous.membership import Node, RendezvousSettings, RendezvousTimeouts
+from elasticlib.rendezvous.membership import Node
 from elasticlib.rendezvous.node import STATUS_INTERVAL_S
 from elasticlib.stores.interface import Store
 from elasticlib.stores.memory_store import MemoryStore

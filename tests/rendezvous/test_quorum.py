@@ -18,14 +18,8 @@ from sample_memberships import (
     with_failure,
 )
 
-from elasticlib.rendezvous.membership import (
-    JobPhase,
-    Membership,
-    NodeRecord,
-    RendezvousSettings,
-    end_generation,
-    evict,
-)
+from elasticlib.options import RendezvousSettings
+from elasticlib.rendezvous.membership import JobPhase, Membership, NodeRecord, end_generation, evict
 from elasticlib.rendezvous.reconcile import ReconcileResult
 
 ANY = RendezvousSettings(1, 5, max_restarts=1, last_call_timeout=2.0)

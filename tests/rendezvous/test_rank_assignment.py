@@ -14,7 +14,8 @@ from sample_memberships import (
     decide,
 )
 
-from elasticlib.rendezvous.membership import Membership, RendezvousSettings
+from elasticlib.options import RendezvousSettings
+from elasticlib.rendezvous.membership import Membership
 from elasticlib.rendezvous.rank_assignment import order_members
 
 

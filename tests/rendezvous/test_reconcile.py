@@ -23,6 +23,7 @@ from sample_memberships import (
     with_failure,
 )
 
+from elasticlib.options import RendezvousSettings
 from elasticlib.rendezvous.bad_nodes import ExcludedHost, FirstFailure
 from elasticlib.rendezvous.blame import Evidence, FailureKind
 from elasticlib.rendezvous.membership import (
@@ -34,7 +35,6 @@ from elasticlib.rendezvous.membership import (
     Leader,
     Membership,
     NodeRecord,
-    RendezvousSettings,
     end_generation,
     form_generation,
     with_members,

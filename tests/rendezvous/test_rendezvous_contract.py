@@ -8,9 +8,10 @@ from pathlib import Path
 import attrs
 import pytest
 
+from elasticlib.options import RendezvousTimeouts
 from elasticlib.rendezvous.handler import StaticRendezvousHandler
 from elasticlib.rendezvous.interface import RendezvousHandler
-from elasticlib.rendezvous.membership import Node, RendezvousTimeouts
+from elasticlib.rendezvous.membership import Node
 from elasticlib.stores.file_store import FileStore
 from elasticlib.stores.interface import Store
 from elasticlib.stores.memory_store import MemoryStore

@@ -11,6 +11,7 @@ import pytest
 from hypothesis.errors import FlakyFailure
 
 from elasticlib.errors import RendezvousClosedError, RendezvousTimeoutError
+from elasticlib.options import RendezvousSettings, RendezvousTimeouts
 from elasticlib.rendezvous.handler import DynamicRendezvousHandler
 from elasticlib.rendezvous.interface import (
     Change,
@@ -20,7 +21,7 @@ from elasticlib.rendezvous.interface import (
     Report,
     ReportKind,
 )
-from elasticlib.rendezvous.membership import Node, RendezvousSettings, RendezvousTimeouts
+from elasticlib.rendezvous.membership import Node
 from elasticlib.stores.interface import Store
 from elasticlib.stores.memory_store import MemoryStore
 from elasticlib.testing import HandlerRequest, StoreRendezvousContract

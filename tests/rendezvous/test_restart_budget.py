@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 
+from elasticlib.options import RendezvousSettings
 from elasticlib.rendezvous.blame import Evidence, FailureKind
 from elasticlib.rendezvous.interface import ChangeKind
 from elasticlib.rendezvous.membership import (
@@ -12,7 +13,6 @@ from elasticlib.rendezvous.membership import (
     JobPhase,
     Membership,
     NodeRecord,
-    RendezvousSettings,
     end_generation,
     form_generation,
 )

@@ -13,7 +13,8 @@ from itertools import pairwise
 import pytest
 from simulation import Faults, SimEventKind, Simulation
 
-from elasticlib.rendezvous.membership import GenerationTrigger, JobPhase, RendezvousSettings
+from elasticlib.options import RendezvousSettings
+from elasticlib.rendezvous.membership import GenerationTrigger, JobPhase
 
 SLICES = 20
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticlib.errors import RendezvousConfigError
+from elasticlib.options import RendezvousSettings
 from elasticlib.rendezvous.bad_nodes import ExcludedHost, FirstFailure
 from elasticlib.rendezvous.blame import Evidence, FailureKind, Verdict
 from elasticlib.rendezvous.membership import (
@@ -21,7 +22,6 @@ from elasticlib.rendezvous.membership import (
     LeaderStatus,
     MembershipState,
     NodeRecord,
-    RendezvousSettings,
 )
 from elasticlib.rendezvous.rank_assignment import assign_ranks
 from elasticlib.rendezvous.store_layout import (

@@ -9,13 +9,8 @@ import pytest
 from stepwise_cluster import KEYS, LEASE_TTL, CountingStore, StepwiseCluster, StepwiseNode
 
 from elasticlib.errors import StoreConnectionError
-from elasticlib.rendezvous.membership import (
-    LeaderStatus,
-    Membership,
-    Node,
-    RendezvousSettings,
-    RendezvousTimeouts,
-)
+from elasticlib.options import RendezvousSettings, RendezvousTimeouts
+from elasticlib.rendezvous.membership import LeaderStatus, Membership, Node
 from elasticlib.rendezvous.node import (
     NO_STATUS_YET,
     STATUS_INTERVAL_S,

@@ -19,13 +19,13 @@ from endpoint_cluster import (
 )
 from own_store_contract import OwnStoreContract
 
+from elasticlib import LaunchConfig
 from elasticlib.errors import (
     ConfigError,
     RendezvousConfigError,
     StoreConnectionError,
     StoreRejectedError,
 )
-from elasticlib.launch.launch_config import LaunchConfig
 from elasticlib.launch.store_host import TcpStoreHost
 from elasticlib.stores.failover_store import FailoverStore, StoreEndpoint
 from elasticlib.stores.interface import Store
@@ -242,7 +242,7 @@ def test_agents_host_and_move_in_the_order_of_the_endpoint_list(cluster: Endpoin
     endpoints = ",".join(endpoint.endpoint for endpoint in cluster.endpoints[:2])
     quick = {"keep_alive_interval": 0.1, "keep_alive_max_attempt": 2}
     configs = [
-        LaunchConfig(max_nodes=2, run_id=JOB, rdzv_endpoint=endpoints, rdzv_configs=conf)
+        LaunchConfig(max_nodes=2, run_id=JOB, rdzv_endpoint=endpoints, rdzv_configs=conf).options()
         for conf in (quick, quick, {**quick, "is_host": "false"})
     ]
     with ExitStack() as stack:

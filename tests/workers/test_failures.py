@@ -17,9 +17,7 @@ from worker_groups import GroupRunner, shell
 from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.exits import WorkerExit
 from elasticlib.workers.interface import StopHow
-from elasticlib.workers.local_workers import LocalWorkers
 from elasticlib.workers.output import TAIL_BYTES, TAIL_LINES
-from elasticlib.workers.output_plan import OutputFiles, OutputPlan, Streams, parse_streams
 from elasticlib.workers.spec import Function, Script
 
 PROCESS_ENTRY = Path(__file__).parents[2] / "elasticlib" / "workers" / "process_entry.py"
@@ -243,20 +241,14 @@ def test_worker_that_exits_with_a_code_is_the_root_failure_of_the_peers_that_fai
     assert first.preceding_failure is None
 
 
-class PlanOnFullDisk(OutputPlan):
-    """Writes all files of a worker to a device that is full."""
-
-    def files_of(self, local_rank: int, log_dir: str) -> OutputFiles:
-        del local_rank, log_dir
-        full = "/dev/full"
-        return OutputFiles(files={Streams.OUT: full, Streams.ERR: full})
-
-
 def test_last_lines_of_stderr_are_available_although_its_file_is_on_a_full_disk(
     runner: GroupRunner,
 ) -> None:
-    plan = PlanOnFullDisk(redirect=parse_streams("3", "-r"))
-    runner.workers = LocalWorkers(os.environ, output=plan, start_method="spawn")
+    runner.set_output("3", "0")
+    directory = runner.workers.run_dir / "attempt_0" / "0"
+    directory.mkdir(parents=True)
+    for name in ("stdout", "stderr"):
+        (directory / f"{name}.log").symlink_to("/dev/full")
     runner.start(shell("seq 1 100000 >&2; echo 'the true cause' >&2; exit 3"))
     exit_ = runner.wait_for_exit()
     assert exit_.stderr_tail.endswith("100000\nthe true cause")

@@ -24,6 +24,7 @@ from processes import count_waits, find_children, is_alive, read_state
 from worker_groups import GroupRunner
 
 from elasticlib.errors import ConfigError
+from elasticlib.options import OutputOptions, WorkerOptions
 from elasticlib.testing.waiting import wait_until
 from elasticlib.workers import fork_client, fork_server, local_workers, process_entry
 from elasticlib.workers.ledger import HELPERS, Ledger
@@ -173,8 +174,8 @@ class ForkedWorkers(GroupRunner):
         self.workers = LocalWorkers(
             # The default of OMP_NUM_THREADS depends on the number of workers, which grows here.
             {**os.environ, "PYTHONPATH": str(self.torch.parent), "OMP_NUM_THREADS": "1"},
-            log_dir=str(self.directory / "logs"),
-            preload=preload,
+            output=OutputOptions(log_dir=str(self.directory / "logs")),
+            options=WorkerOptions(preload=preload),
         )
 
     def write_deferred_module(self, text: str) -> None:

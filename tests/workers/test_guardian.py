@@ -86,7 +86,7 @@ from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.local_workers import LocalWorkers
 directory = Path(sys.argv[3])
 runner = GroupRunner(directory)
-runner.workers = LocalWorkers(os.environ, start_method="spawn")
+runner.workers = LocalWorkers(os.environ, options=WorkerOptions(start_method="spawn"))
 runner.start(shell(sys.argv[4]))
 wait_until("the child", (directory / "child").exists)
 (directory / "run_dir").write_text(str(runner.workers.run_dir))

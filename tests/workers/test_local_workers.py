@@ -20,11 +20,11 @@ import pytest
 from worker_groups import GroupRunner, shell
 
 from elasticlib.errors import ConfigError, WorkerStartError
+from elasticlib.options import OutputOptions, WorkerOptions, parse_streams
 from elasticlib.testing.waiting import wait_until
 from elasticlib.workers import cleanup
 from elasticlib.workers.interface import StopHow
 from elasticlib.workers.local_workers import LocalWorkers
-from elasticlib.workers.output_plan import OutputPlan, parse_streams
 from elasticlib.workers.spec import Command, Function, Module, Script
 
 
@@ -238,13 +238,18 @@ import os, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from worker_groups import GroupRunner
+from elasticlib.options import OutputOptions, WorkerOptions
 from elasticlib.workers.local_workers import LocalWorkers
 from elasticlib.workers.spec import Script
 from elasticlib.testing.waiting import wait_until
 
 directory, method = Path(sys.argv[2]), sys.argv[3]
 runner = GroupRunner(directory)
-runner.workers = LocalWorkers(os.environ, log_dir=str(directory), start_method=method)
+runner.workers = LocalWorkers(
+    os.environ,
+    output=OutputOptions(log_dir=str(directory)),
+    options=WorkerOptions(start_method=method),
+)
 runner.start(Script(str(directory / "script.py")))
 wait_until("a child of the worker", (directory / "child").exists)
 os.kill(os.getpid(), 9)
@@ -290,8 +295,7 @@ def test_exits_are_detected_although_sigchld_was_ignored_before(tmp_path: Path) 
 def test_worker_has_the_default_signal_handlers_and_an_unset_locale(runner: GroupRunner) -> None:
     runner.workers = LocalWorkers(
         {"PATH": os.environ["PATH"]},
-        output=OutputPlan(parse_streams("1", "-r")),
-        log_dir=str(runner.directory),
+        output=OutputOptions(parse_streams("1"), log_dir=str(runner.directory)),
     )
     runner.start(shell("yes | head -n 1; grep SigIgn /proc/self/status; echo LC=$LC_CTYPE"))
     assert runner.wait_for_exit().succeeded
@@ -328,7 +332,7 @@ def test_daemon_that_keeps_the_pipes_open_does_not_delay_the_exit(runner: GroupR
 
 def test_temporary_run_directory_is_removed_at_the_end(tmp_path: Path) -> None:
     runner = GroupRunner(tmp_path)
-    runner.workers = LocalWorkers(os.environ, python=sys.executable)
+    runner.workers = LocalWorkers(os.environ)
     runner.start(shell("exit 0"))
     assert runner.wait_for_exit().succeeded
     run_dir = runner.workers.run_dir
@@ -339,7 +343,7 @@ def test_temporary_run_directory_is_removed_at_the_end(tmp_path: Path) -> None:
 
 def test_temporary_run_directory_contains_only_the_last_attempt(tmp_path: Path) -> None:
     runner = GroupRunner(tmp_path)
-    runner.workers = LocalWorkers(os.environ, python=sys.executable, start_method="spawn")
+    runner.workers = LocalWorkers(os.environ, options=WorkerOptions(start_method="spawn"))
     for attempt in range(3):
         runner.start(shell("exit 0"), attempt=attempt)
         assert runner.wait_for_exit().succeeded

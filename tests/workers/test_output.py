@@ -11,18 +11,21 @@ import sys
 import threading
 from pathlib import Path
 
+import attrs
 import pytest
 from jobs import WITHOUT_TORCH, Job
 from worker_groups import GroupRunner, shell
 
 from elasticlib.errors import ConfigError
-from elasticlib.launch.arguments import parse, split_at_commas
+from elasticlib.launch.arguments import parse_options
+from elasticlib.launch.flags import split_at_commas
+from elasticlib.options import OutputOptions, WorkerOptions, parse_streams
 from elasticlib.rendezvous.membership import Node
 from elasticlib.rendezvous.rank_assignment import assign_ranks
 from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.local_workers import LocalWorkers
 from elasticlib.workers.output import MAX_CONSOLE_BYTES, OutputThread, WorkerOutput
-from elasticlib.workers.output_plan import OutputFiles, OutputPlan, parse_streams
+from elasticlib.workers.output_plan import OutputFiles
 from elasticlib.workers.spec import Script, assign_worker_ranks
 
 OUTPUT_BYTES = 200_000_000
@@ -75,7 +78,7 @@ def test_output_of_ranks_that_are_not_shown_is_only_written_to_files(
 def test_daemon_that_keeps_stderr_open_does_not_delay_the_last_lines() -> None:
     worker = assign_worker_ranks(assign_ranks((Node("n-1", "n", "127.0.0.1", 1),))[0])[0]
     thread, files = OutputThread(pytest.fail), OutputFiles()
-    output = WorkerOutput(OutputPlan(), worker, "role", files, thread)
+    output = WorkerOutput(OutputOptions(), worker, "role", files, thread)
     start_daemon = "echo last words >&2; sleep 600 & echo $!"
     with subprocess.Popen(
         ["sh", "-c", start_daemon], stdout=subprocess.PIPE, stderr=output.targets[1]
@@ -123,17 +126,16 @@ def test_console_that_is_not_read_delays_no_worker_and_dropped_lines_are_counted
 
 
 def run_with_output(
-    directory: Path, plan: OutputPlan, method: str, capture: pytest.CaptureFixture[bytes]
+    directory: Path, output: OutputOptions, method: str, capture: pytest.CaptureFixture[bytes]
 ) -> tuple[dict[str, bytes], list[bytes], list[bytes]]:
     """Run two workers, and return their log files and the lines of stdout and of stderr."""
     runner = GroupRunner(directory)
     runner.workers.close()
     runner.workers = LocalWorkers(
         {**os.environ, "PYTHONPATH": WITHOUT_TORCH},
-        output=plan,
-        log_dir=str(directory),
+        output=attrs.evolve(output, log_dir=str(directory)),
         run_id="j",
-        start_method=method,
+        options=WorkerOptions(start_method=method),
     )
     try:
         runner.start(Script(TWO_STREAMS), count=2)
@@ -163,8 +165,8 @@ def test_forked_workers_have_the_same_output_as_spawned_ones(
     ranks: frozenset[int] | None,
 ) -> None:
     filters = ("out 1",) if tee != "0" else ()
-    streams = (parse_streams(redirects, "-r"), parse_streams(tee, "-t"))
-    plan = OutputPlan(*streams, shown_ranks=ranks, stdout_filters=filters)
+    streams = (parse_streams(redirects), parse_streams(tee))
+    plan = OutputOptions(*streams, shown_ranks=ranks, stdout_filters=filters)
     spawned, forked = (
         run_with_output(tmp_path / method, plan, method, capfdbinary)
         for method in ("spawn", "forkserver")
@@ -203,11 +205,15 @@ def test_output_of_200_megabytes_uses_bounded_memory_and_does_not_delay_a_stop(
 
 def test_output_options_set_the_config() -> None:
     flags = "-t 3 --local_ranks_filter 0,2-2 --duplicate-stdout-filters a,,b,c --nproc-per-node 3"
-    config, _ = parse([*flags.split(), "--duplicate-stderr-filters", "x", "--no-python", "true"])
-    assert config.local_ranks_filter == frozenset({0, 2})
-    assert (config.output.stdout_filters, config.output.stderr_filters) == (("a,b", "c"), ("x",))
-    assert not config.virtual_local_rank
-    assert parse(["--virtual-local-rank", "--no-python", "true"])[0].virtual_local_rank
+    options, _ = parse_options(
+        [*flags.split(), "--duplicate-stderr-filters", "x", "--no-python", "true"]
+    )
+    assert options.output.shown_ranks == frozenset({0, 2})
+    assert (options.output.stdout_filters, options.output.stderr_filters) == (("a,b", "c"), ("x",))
+    assert not options.workers.virtual_local_rank
+    assert parse_options(["--virtual-local-rank", "--no-python", "true"])[
+        0
+    ].workers.virtual_local_rank
     assert split_at_commas("") == ()
 
 
@@ -236,5 +242,5 @@ def test_output_options_set_the_config() -> None:
 )
 def test_output_option_without_effect_is_rejected(flags: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        parse([*flags.split(), "--no-python", "true"])
+        parse_options([*flags.split(), "--no-python", "true"])
     assert message in str(error.value)

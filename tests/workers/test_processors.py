@@ -11,7 +11,7 @@ from modules import extend_pythonpath
 from torch.numa import binding
 from worker_groups import GroupRunner
 
-from elasticlib.defaults import NUMA_BINDINGS
+from elasticlib.constants import NUMA_BINDINGS
 from elasticlib.errors import ConfigError
 from elasticlib.workers.local_workers import LocalWorkers
 from elasticlib.workers.node_resources import call_torch_numa, count_usable_cpus, numa_cpu_sets

@@ -17,10 +17,10 @@ import attrs
 import pytest
 from worker_groups import GroupRunner
 
+from elasticlib.options import OutputOptions, WorkerOptions, parse_streams
 from elasticlib.testing.waiting import wait_until
 from elasticlib.workers import fork_client, stack_dump
 from elasticlib.workers.local_workers import LocalWorkers
-from elasticlib.workers.output_plan import OutputPlan, parse_streams
 from elasticlib.workers.spec import (
     Command,
     Entrypoint,
@@ -54,10 +54,8 @@ class EntrypointRunner(GroupRunner):
         unset = "TORCHINDUCTOR_CACHE_DIR"
         self.workers = LocalWorkers(
             {name: value for name, value in os.environ.items() if name != unset},
-            output=OutputPlan(parse_streams("3", "-r")),
-            log_dir=str(directory),
-            start_method=method,
-            preload=preload,
+            output=OutputOptions(parse_streams("3"), log_dir=str(directory)),
+            options=WorkerOptions(start_method=method, preload=preload),
         )
 
     def start_next(self, entrypoint: Entrypoint) -> None:

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticlib.errors import ConfigError
+from elasticlib.options import Streams, parse_streams
 from elasticlib.rendezvous.blame import FailureKind, find_cause
+from elasticlib.rendezvous.interface import RendezvousInfo, RendezvousStoreInfo
 from elasticlib.rendezvous.membership import Node
 from elasticlib.rendezvous.rank_assignment import assign_ranks
 from elasticlib.workers.error_file import (
@@ -20,7 +22,6 @@ from elasticlib.workers.error_file import (
 )
 from elasticlib.workers.exits import WorkerExit
 from elasticlib.workers.interface import StopNotice
-from elasticlib.workers.output_plan import Streams, parse_streams
 from elasticlib.workers.spec import (
     Script,
     WorkerGroup,
@@ -56,18 +57,11 @@ def test_ranks_are_consecutive_over_all_workers_and_within_each_role(
 
 
 def group() -> WorkerGroup:
-    return WorkerGroup(
-        spec=WorkerSpec(Script("train.py"), 2, "trainer"),
-        workers=assign_worker_ranks(assign_ranks(members(1, 2, roles="tt"))[1]),
-        run_id="job",
-        generation=4,
-        group_rank=1,
-        group_world_size=2,
-        master_addr="10.0.0.1",
-        master_port=1234,
-        restarts=2,
-        max_restarts=3,
-    )
+    assignment = assign_ranks(members(1, 2, roles="tt"))[1]
+    store = RendezvousStoreInfo("10.0.0.1", 1234)
+    info = RendezvousInfo("job", 4, assignment, store, restarts=2, max_restarts=3)
+    spec = WorkerSpec(Script("train.py"), 2, "trainer")
+    return WorkerGroup(spec, info, assign_worker_ranks(assignment))
 
 
 SET_VARIABLES = [
@@ -182,15 +176,15 @@ def test_node_without_workers_is_rejected() -> None:
 
 
 def test_streams_are_parsed_as_by_torchrun() -> None:
-    assert parse_streams("3", "-r").for_rank(5) is Streams.ALL
-    some = parse_streams("0:1,2:2", "-r")
+    assert parse_streams("3").for_rank(5) is Streams.ALL
+    some = parse_streams("0:1,2:2")
     assert [some.for_rank(rank) for rank in range(3)] == [Streams.OUT, Streams.NONE, Streams.ERR]
 
 
 @pytest.mark.parametrize("text", ["4", "x", "", "0:9", "0:1,", "-1", "0:1:2"])
 def test_invalid_streams_are_rejected_by_option(text: str) -> None:
-    with pytest.raises(ConfigError, match="--tee must be 0, 1, 2 or 3"):
-        parse_streams(text, "--tee")
+    with pytest.raises(ValueError, match="must be 0, 1, 2 or 3"):
+        parse_streams(text)
 
 
 def test_description_of_an_exit_has_its_signal_or_code_and_the_reason() -> None:

@@ -7,13 +7,14 @@ import queue
 from pathlib import Path
 from typing import Any
 
+from elasticlib.options import OutputOptions, WorkerOptions, parse_streams
+from elasticlib.rendezvous.interface import RendezvousInfo, RendezvousStoreInfo
 from elasticlib.rendezvous.membership import Node
 from elasticlib.rendezvous.rank_assignment import assign_ranks
 from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.exits import WorkerExit
 from elasticlib.workers.interface import StopHow
 from elasticlib.workers.local_workers import LocalWorkers
-from elasticlib.workers.output_plan import OutputPlan, parse_streams
 from elasticlib.workers.spec import (
     Command,
     Entrypoint,
@@ -29,31 +30,35 @@ class GroupRunner:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.exited: queue.SimpleQueue[tuple[WorkerExit, str]] = queue.SimpleQueue()
-        self.workers = LocalWorkers(os.environ, log_dir=str(directory), start_method="spawn")
+        self.workers = LocalWorkers(
+            os.environ,
+            output=OutputOptions(log_dir=str(directory)),
+            options=WorkerOptions(start_method="spawn"),
+        )
 
     def set_output(self, redirects: str, tee: str, **options: Any) -> GroupRunner:
         """Use another `LocalWorkers`, with the streams of the flags -r and -t."""
-        plan = OutputPlan(parse_streams(redirects, "-r"), parse_streams(tee, "-t"), **options)
+        output = OutputOptions(
+            parse_streams(redirects),
+            parse_streams(tee),
+            log_dir=str(self.directory),
+            **options,
+        )
         self.workers = LocalWorkers(
             os.environ,
-            output=plan,
-            log_dir=str(self.directory),
+            output=output,
             run_id="j",
-            start_method="spawn",
+            options=WorkerOptions(start_method="spawn"),
         )
         return self
 
     def start(self, entrypoint: Entrypoint, count: int = 1, attempt: int = 0) -> GroupRunner:
         node = Node("n-1", "n", "127.0.0.1", count)
+        (assignment,) = assign_ranks((node,))
         group = WorkerGroup(
-            spec=WorkerSpec(entrypoint, count, "role"),
-            workers=assign_worker_ranks(assign_ranks((node,))[0]),
-            run_id="job",
-            generation=1,
-            group_rank=0,
-            group_world_size=1,
-            master_addr="127.0.0.1",
-            master_port=1,
+            WorkerSpec(entrypoint, count, "role"),
+            RendezvousInfo("job", 1, assignment, RendezvousStoreInfo("127.0.0.1", 1)),
+            assign_worker_ranks(assignment),
             attempt=attempt,
         )
         self.workers.start(group, lambda *exit_: self.exited.put(exit_))

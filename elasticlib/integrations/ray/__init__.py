@@ -8,29 +8,34 @@ from __future__ import annotations
 import importlib
 import os
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...agent.interface import RunResult
-from ...errors import ConfigError, ElasticError, format_error
+from ...errors import ConfigError, ElasticError, OptionError, format_error
 from ...launch.elastic_launch import values_of, with_args
-from ...launch.launch_config import LaunchConfig
+from ...launch.torch_config import LaunchConfig, to_options
+from ...options import LaunchOptions, RendezvousOptions, RendezvousSettings
 from ...workers.spec import Entrypoint, Function, entrypoint_name
 from .driver import run_driver
 
 __all__ = ["RAY_ENDPOINT", "ray_launch"]
 
-RAY_ENDPOINT = "ray"  # the rdzv_endpoint of a job with several nodes
+RAY_ENDPOINT = "ray"  # the endpoint of a job with several nodes
 
-# Fields of a configuration that Ray or the driver decides: their allowed values, and the reason.
-_ALLOWED_VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "rdzv_backend": (("tcp", "c10d"), "the driver hosts a TCP store"),
-    "rdzv_endpoint": (("", RAY_ENDPOINT), f"the driver hosts the store, use {RAY_ENDPOINT!r}"),
-    "node_rank": ((None,), "all agents get the same configuration"),
-    "local_addr": ((None,), "all agents get the same configuration"),
-    "topology": (("",), "all agents get the same configuration"),
-    "spares": ((None,), "the driver starts at most max_nodes agents"),
-}
+_SAME = "all agents get the same options"
+_SECRET = "the driver hosts the store, and generates the secret of the job"
+# Options that Ray or the driver decides: class, field, allowed values, and the reason.
+_ALLOWED_VALUES: Sequence[tuple[type, str, tuple[Any, ...], str]] = (
+    (RendezvousOptions, "backend", ("tcp", "c10d"), "the driver hosts a TCP store"),
+    (RendezvousOptions, "endpoint", ("", RAY_ENDPOINT), "the driver hosts the store"),
+    (RendezvousOptions, "node_rank", (None,), _SAME),
+    (RendezvousOptions, "local_addr", (None,), _SAME),
+    (RendezvousOptions, "topology", ("",), _SAME),
+    (RendezvousOptions, "is_host", (None,), _SECRET),
+    (RendezvousOptions, "secret_file", (None,), _SECRET),
+    (RendezvousSettings, "spares", (None,), "the driver starts at most max_nodes agents"),
+)
 
 
 class ray_launch:
@@ -44,8 +49,8 @@ class ray_launch:
     that of `RAY_ADDRESS`, or the one on this machine.
 
     Args:
-        config: The configuration, as for `elastic_launch`. The job uses `min_nodes` to `max_nodes`
-            nodes of the cluster. With several nodes, `rdzv_endpoint` must be `"ray"`.
+        config: The options, as for `elastic_launch`. The job uses `min_nodes` to `max_nodes` nodes
+            of the cluster. With several nodes, the endpoint must be `"ray"`.
         entrypoint: A function, which may be defined in the program itself or in a notebook; the
             name of a program; or an entry point of `elasticlib.workers.spec`.
         resources: The resources that Ray reserves for each agent, with Ray's names, for example
@@ -56,46 +61,42 @@ class ray_launch:
         ChildFailedError: The job failed. `failures` has the failures of all nodes whose agents
             have returned a result.
         SignalException: A signal stopped or drained the job.
-        ConfigError: The configuration cannot work.
+        ConfigError: The options cannot work.
         ElasticError: An agent raised an exception, or the job succeeded but return values are lost.
     """
 
     def __init__(
         self,
-        config: LaunchConfig,
+        config: LaunchOptions | LaunchConfig,
         entrypoint: Callable[..., Any] | str | Entrypoint,
         resources: Mapping[str, float] | None = None,
     ) -> None:
-        check_config(config)
-        self._config = config
+        self._options = to_options(config)
+        check_options(self._options)
         self._entrypoint = entrypoint
-        self._resources = agent_resources(resources or {}, config.nproc_per_node)
+        self._resources = agent_resources(resources or {}, self._options.workers.count)
 
     def __call__(self, *args: Any) -> dict[int, Any]:
         entrypoint = with_args(self._entrypoint, args)
         name = entrypoint_name(entrypoint)
         if isinstance(entrypoint, Function):
             entrypoint = _pickle_function(entrypoint)
-        values = values_of(name, _run(self._config, entrypoint, self._resources))
+        values = values_of(name, _run(self._options, entrypoint, self._resources))
         return unpickle_values(values) if isinstance(entrypoint, Function) else values
 
 
-def check_config(config: LaunchConfig) -> None:
-    """Check that the configuration sets nothing that Ray or the driver decides.
+def check_options(options: LaunchOptions) -> None:
+    """Check that the options set nothing that Ray or the driver decides.
 
     Raises:
-        ConfigError: It sets such a field.
+        OptionError: They set such a field.
     """
-    for field, (allowed, reason) in _ALLOWED_VALUES.items():
-        value = getattr(config, field)
+    for owner, field, allowed, reason in _ALLOWED_VALUES:
+        holder = options.rendezvous if owner is RendezvousOptions else options.job
+        value = getattr(holder, field)
         if value not in allowed:
-            raise ConfigError(f"{field} cannot be {value!r} on Ray: {reason}")
-    for key in ("is_host", "secret_file", "launch"):
-        if key in config.rdzv_configs:
-            raise ConfigError(
-                f"{key} of rdzv_configs cannot be set on Ray: the driver hosts the store, and "
-                "generates the secret of the job"
-            )
+            rule = f"must be {' or '.join(map(repr, allowed))} on Ray, because {reason}"
+            raise OptionError(owner, field, rule, value)
 
 
 def agent_resources(resources: Mapping[str, float], num_workers: int) -> dict[str, float]:
@@ -113,7 +114,9 @@ def agent_resources(resources: Mapping[str, float], num_workers: int) -> dict[st
     return {"CPU": float(num_workers), **given}
 
 
-def _run(config: LaunchConfig, entrypoint: Entrypoint, resources: Mapping[str, float]) -> RunResult:
+def _run(
+    options: LaunchOptions, entrypoint: Entrypoint, resources: Mapping[str, float]
+) -> RunResult:
     """Run the job. If the program is not connected to Ray, connect it for that time."""
     ray = import_ray()
     was_connected = ray.is_initialized()
@@ -131,7 +134,7 @@ def _run(config: LaunchConfig, entrypoint: Entrypoint, resources: Mapping[str, f
                 "this program is a Ray client, but it hosts the store of the job and must run on a "
                 "node of the cluster: start it there, or with `ray job submit`"
             )
-        return run_driver(ray, config, entrypoint, resources)
+        return run_driver(ray, options, entrypoint, resources)
     finally:
         if not was_connected:
             ray.shutdown()

@@ -16,7 +16,7 @@ from ...agent.interface import RunResult
 from ...errors import ElasticError
 from ...launch.console import start_logging
 from ...launch.elastic_launch import run_node
-from ...launch.launch_config import LaunchConfig
+from ...options import LaunchOptions
 from ...stores.authentication import SECRET_ENV
 from ...workers.spec import Entrypoint
 
@@ -29,7 +29,7 @@ RAY_BREAKPOINT = "ray.util.rpdb.set_trace"
 class AgentConfig:
     """Settings that the driver sends to every agent."""
 
-    launch_config: LaunchConfig
+    options: LaunchOptions
     entrypoint: Entrypoint
     secret: str  # of the job's store
     working_dir: str  # of the driver
@@ -61,7 +61,7 @@ class NodeAgent:
         self._apply_driver_environment()
         try:
             return run_node(
-                self._config.launch_config, self._config.entrypoint, on_start=self._on_agent_start
+                self._config.options, self._config.entrypoint, on_start=self._on_agent_start
             )
         except ElasticError as error:
             return error

@@ -21,12 +21,11 @@ import attrs
 from ...agent.interface import RunResult
 from ...clock import monotonic
 from ...errors import ConfigError, ElasticError, StoreError
-from ...launch.elastic_launch import shutdown_timeout_of
-from ...launch.launch_config import LaunchConfig
 from ...launch.launcher_process import raise_open_file_limit
 from ...launch.run_id import generate_run_id
 from ...launch.store_host import CONNECT_TIMEOUT_S, RESERVED_DESCRIPTORS
-from ...observe.runs import NO_ID
+from ...launch.torch_config import with_environment
+from ...options import NO_ID, LaunchOptions
 from ...rendezvous.store_layout import JobListing, StoreKeys
 from ...signal_inbox import SignalInbox
 from ...signals import signal_name
@@ -57,39 +56,45 @@ _STATE_PRECEDENCE = (
 
 
 def run_driver(
-    ray: Any, config: LaunchConfig, entrypoint: Entrypoint, resources: Mapping[str, float]
+    ray: Any, options: LaunchOptions, entrypoint: Entrypoint, resources: Mapping[str, float]
 ) -> RunResult:
     """Run a job on the cluster to which Ray is connected, and return the result over all nodes.
 
     Args:
         ray: The module `ray`.
-        config: The configuration of every node.
+        options: The options of every node.
         entrypoint: The program of the workers.
         resources: The resources of each agent, with Ray's names.
 
     Raises:
-        ElasticError: No agent can start with this configuration.
+        ElasticError: No agent can start with these options.
     """
-    run_id = generate_run_id(entrypoint) if config.run_id in ("", NO_ID) else config.run_id
+    rendezvous, num_workers = options.rendezvous, options.workers.count
+    run_id = rendezvous.run_id
+    if run_id in ("", NO_ID):
+        run_id = generate_run_id(entrypoint)
     secret = secrets.token_hex(32)
     # The server leaves RESERVED_DESCRIPTORS to this process; add as many for Ray and the program.
-    raise_open_file_limit(config.max_nodes + 2 * RESERVED_DESCRIPTORS)
+    raise_open_file_limit(options.job.max_nodes + 2 * RESERVED_DESCRIPTORS)
     address = ray.util.get_node_ip_address()
     with TcpStoreServer(address, 0, job=run_id, secret=secret.encode()) as server:
         agent_config = AgentConfig(
-            launch_config=attrs.evolve(
-                config,
-                run_id=run_id,
-                rdzv_backend="tcp",
-                rdzv_endpoint=server.address,
-                rdzv_configs={**config.rdzv_configs, "is_host": "false"},
+            options=attrs.evolve(
+                options,
+                rendezvous=attrs.evolve(
+                    rendezvous,
+                    run_id=run_id,
+                    backend="tcp",
+                    endpoint=server.address,
+                    is_host=False,
+                ),
             ),
             entrypoint=entrypoint,
             secret=secret,
             working_dir=os.getcwd(),
             argv=tuple(sys.argv),
             log_level=logging.getLogger("elasticlib").getEffectiveLevel(),
-            threads_per_worker=max(1, int(resources["CPU"]) // config.nproc_per_node),
+            threads_per_worker=max(1, int(resources["CPU"]) // num_workers),
         )
         return Driver(ray, agent_config, server, resources).run()
 
@@ -175,12 +180,12 @@ class Driver:
     ) -> None:
         self._ray = ray
         self._agent_config = ray.put(agent_config)
-        self._config = agent_config.launch_config
+        self._options = with_environment(agent_config.options, os.environ)
         self._server = server
         self._store = TcpStore(
             server.host,
             server.port,
-            job=self._config.run_id,
+            job=self._options.rendezvous.run_id,
             connect_timeout=CONNECT_TIMEOUT_S,
             secret=agent_config.secret.encode(),
         )
@@ -188,9 +193,9 @@ class Driver:
         self._actor_options = actor_options(resources)
         self._requirements = JobRequirements(
             {name: amount for name, amount in resources.items() if amount},
-            self._config.min_nodes,
-            self._config.max_nodes,
-            join_timeout_s=self._config.rendezvous_timeouts.join_timeout,
+            self._options.job.min_nodes,
+            self._options.job.max_nodes,
+            join_timeout_s=self._options.rendezvous.timeouts.join_timeout,
         )
         self._agents: dict[int, _Agent] = {}  # by number
         self._num_created = 0
@@ -210,7 +215,7 @@ class Driver:
         """Run the job, and return its result. No process of the job is left afterwards."""
         inbox = SignalInbox()
         inbox.forward_to(self._signals.put)
-        with inbox.captured(self._config.supervision.agent.handled_signals):
+        with inbox.captured(self._options.agent.handled_signals):
             try:
                 while not self._is_finished():
                     self._run_once()
@@ -264,7 +269,7 @@ class Driver:
                 STOP_MARGIN_S. Only the first call sets the deadline.
         """
         if self._deadline is None:
-            close_timeout = self._config.rendezvous_timeouts.close_timeout
+            close_timeout = self._options.rendezvous.timeouts.close_timeout
             self._deadline = monotonic() + seconds + close_timeout + STOP_MARGIN_S
         for number in [n for n, agent in self._agents.items() if not agent.is_running]:
             self._kill_agent(number)
@@ -279,8 +284,8 @@ class Driver:
         """Send a signal to all running agents, and end the job."""
         log.warning("received %s: forwarding it to all agents", signal_name(number))
         self._forwarded_signal = self._forwarded_signal or number
-        checkpoint_grace = self._config.supervision.agent.checkpoint_grace
-        self._end_job(checkpoint_grace + shutdown_timeout_of(self._config))
+        limits = self._options.agent
+        self._end_job(limits.checkpoint_grace + limits.shutdown_timeout_s)
         for agent in self._agents.values():
             agent.actor.handle_signal.remote(number)
 
@@ -375,7 +380,7 @@ class Driver:
         else:
             self._results.append(value)
             self._kill_agent(number)
-            self._end_job(shutdown_timeout_of(self._config))
+            self._end_job(self._options.agent.shutdown_timeout_s)
 
     def _continues_after_failure(self) -> bool:
         """Return True if the job continues although one of its agents has failed."""
@@ -393,11 +398,11 @@ class Driver:
         self._kill_agent(number)
         log.warning("lost agent %d on Ray node %s: %s", number, agent.node[:8], reason)
         if self._deadline is None and self._is_job_finished():
-            self._end_job(shutdown_timeout_of(self._config))
+            self._end_job(self._options.agent.shutdown_timeout_s)
 
     def _is_job_finished(self) -> bool:
         """Return True if the nodes have recorded the end of the job in the store."""
-        keys = StoreKeys(self._config.run_id)
+        keys = StoreKeys(self._options.rendezvous.run_id)
         try:
             state = JobListing(keys, self._store.list(keys.job_prefix)).state
         except StoreError as error:
