@@ -35,6 +35,7 @@ _EXPORTS = {
     "launch.elastic_launch": ("elastic_launch", "create_snapshot_service"),
     "launch.observability": ("observe_node",),
     "observe.event": ("Event",),
+    "observe.event_kinds": ("OtherEvent",),
     "observe.report": ("build_report", "Report"),
     "observe.history": ("History",),
     "observe.history_reader": ("read_history",),
@@ -120,6 +121,7 @@ if TYPE_CHECKING:
     from .logical.logical_workers import LogicalWorker as LogicalWorker
     from .logical.logical_workers import LogicalWorkers as LogicalWorkers
     from .observe.event import Event as Event
+    from .observe.event_kinds import OtherEvent as OtherEvent
     from .observe.history import History as History
     from .observe.history_reader import read_history as read_history
     from .observe.report import Report as Report

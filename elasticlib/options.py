@@ -203,6 +203,16 @@ class RendezvousTimeouts:
             raise OptionError(type(self), "keep_alive_interval", rule, self.keep_alive_interval)
 
 
+def backend_rule(backend: str) -> str:
+    """Return the rule that the name of a backend breaks, or an empty text."""
+    if backend in BUILTIN_BACKENDS or is_function_name(backend):
+        return ""
+    return (
+        f"must be one of {', '.join(BUILTIN_BACKENDS)}, or package.module:function for your own "
+        f"backend{did_you_mean(backend, BUILTIN_BACKENDS)}"
+    )
+
+
 _UNIQUE_ID = "must be given and unique, because several jobs can share the {} backend"
 
 
@@ -259,11 +269,7 @@ class RendezvousOptions:
 
     def _errors(self) -> Iterator[OptionError]:
         kind, backend = type(self), self.backend
-        if not self.is_builtin and not is_function_name(backend):
-            rule = (
-                f"must be one of {', '.join(BUILTIN_BACKENDS)}, or package.module:function for "
-                f"your own backend{did_you_mean(backend, BUILTIN_BACKENDS)}"
-            )
+        if rule := backend_rule(backend):
             yield OptionError(kind, "backend", rule, backend)
         yield from self._run_id_errors()
         if self.local_addr and (rule := host_rule(self.local_addr)):

@@ -24,6 +24,7 @@ from ..constants import ETCD_BACKENDS, TCP_BACKENDS
 from ..endpoint import STORE_PORT, split_endpoint, split_endpoints
 from ..errors import (
     ConfigError,
+    OptionError,
     RunNotFoundError,
     StoreConnectionError,
     StoreError,
@@ -35,7 +36,7 @@ from ..observe.formatting import NOT_JOINED_TEXT
 from ..observe.job_status import JobStatus, result_of
 from ..observe.journal import EventFile
 from ..observe.runs import AliveAgents, find_runs, last_event
-from ..options import LaunchOptions, RendezvousOptions
+from ..options import LaunchOptions, RendezvousOptions, backend_rule
 from ..rendezvous.overview import has_leader, jobs_in
 from ..stores.file_store import FileStore
 from ..stores.interface import Store
@@ -87,6 +88,8 @@ def parse_name(text: str) -> RunTarget | None:
         backend, colon, rest = "file", ":", text.removeprefix("file:").removeprefix("//")
     if not colon:
         return None
+    if rule := backend_rule(backend):
+        raise OptionError(RendezvousOptions, "backend", rule, backend)
     endpoint, slash, job = rest.rpartition("/")
     if not slash:
         endpoint, job = rest, ""

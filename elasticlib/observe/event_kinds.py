@@ -2,7 +2,7 @@
 
 A file of events may have been written by anyone, or by another version of elasticlib. A value that
 is missing or of another type is therefore unknown: the field is then None, an empty text or False.
-Values without a field are skipped. `Other` holds the data of a kind that this version does not
+Values without a field are skipped. `OtherEvent` holds the data of a kind that this version does not
 know, or of an event of your own.
 """
 
@@ -544,7 +544,7 @@ class EventsDropped(EventBody):
 
 
 @attrs.frozen
-class Other(EventBody):
+class OtherEvent(EventBody):
     """An event of your own, or of another version.
 
     The data is copied and consists of JSON values: infinite numbers, NaN and other objects become
@@ -561,7 +561,7 @@ def body_of(kind: str, data: Mapping[str, Any]) -> EventBody:
     """Return the body of an event that was read from a file."""
     cls = KINDS.get(kind)
     if cls is None:
-        return Other(kind, data)
+        return OtherEvent(kind, data)
     return cls(**{one.name: data.get(one.name) for one in attrs.fields(cls)})
 
 

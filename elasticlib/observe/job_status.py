@@ -29,7 +29,7 @@ from ..rendezvous.overview import (
 )
 from ..sanitize import escape_to_one_line
 from ..stores.interface import Store
-from .aggregate import WorkerStatus, finished_state
+from .aggregate import NodeStatus, WorkerStatus, finished_state
 from .event import Event
 from .event_kinds import RunFinished
 from .formatting import (

@@ -47,7 +47,7 @@ class Journal(abc.ABC):
         """Record an event.
 
         Args:
-            body: What happened. Events of your own are an `Other`.
+            body: What happened. An event of your own is an `OtherEvent`.
             generation: The number of the generation, 0 before the first.
             rank: The global rank, if the event is about one worker.
         """

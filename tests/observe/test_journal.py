@@ -22,7 +22,7 @@ from elasticlib.observe.event_kinds import (
     EventsDropped,
     Failure,
     GenerationStarted,
-    Other,
+    OtherEvent,
     RunStarted,
     WorkerStarted,
 )
@@ -175,7 +175,7 @@ def test_a_value_that_has_no_json_form_is_recorded_by_the_name_of_its_type(
         "job", "node", path, listeners=[EventHook(lambda e: heard.append(e.kind))]
     )
     journal.record(RunStarted(host="h", slots=2))
-    journal.record(Other("my.kind", {"value": value, "x": 1}))
+    journal.record(OtherEvent("my.kind", {"value": value, "x": 1}))
     journal.record(GenerationStarted(world_size=2), generation=1)
     journal.close()
     events = read(path)
@@ -193,7 +193,7 @@ def test_an_event_with_an_invalid_head_costs_only_itself_and_one_log_line(
     path = tmp_path / "events.jsonl"
     journal = NodeJournal("job", "node", path)
     for _ in range(3):
-        journal.record(Other("k" * 2000))
+        journal.record(OtherEvent("k" * 2000))
     journal.record(GenerationStarted(world_size=2), generation=1)
     journal.close()
     dropped, written = sorted(read(path), key=lambda event: event.kind)
@@ -210,7 +210,7 @@ def test_data_of_an_event_cannot_overwrite_its_head_or_change_after_it_was_recor
     journal = NodeJournal("job", "node", path)
     growing = [1]
     head = {"run": "other", "node": "n", "timestamp": 1.0, "monotonic": 2.0, "version": 9}
-    body = Other("my.kind", {"kind": "other", "data": growing, **head})
+    body = OtherEvent("my.kind", {"kind": "other", "data": growing, **head})
     journal.record(body, generation=3, rank=4)
     growing.append(2)
     journal.close()
