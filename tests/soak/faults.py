@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import attrs
 from jobs import is_alive
@@ -104,16 +105,27 @@ def _request_from_worker(
         argument = fault.parameters.get("code", 0)
         since = now()
         job.page.request_fault(view.generation, number, request, STEP_PARTS.index(part), argument)
-        line = job.wait_for_line(
-            f"rank {number} to cause the fault",
-            view.generation,
-            since,
-            lambda line: line.get("fault") == request,
-        )
+        line = _wait_for_request(job, f"rank {number} to cause the fault", view, since, request)
         event = _wait_for_exit(job, view, number, expected, line["at"])
         return Effect(line["at"], f"rank {number} in {part}: {event.data['description']}")
 
     return inject_into_worker
+
+
+def _wait_for_request(
+    job: SoakJob, description: str, view: JobView, since: float, request: int
+) -> dict[str, Any]:
+    """Wait until a worker of this generation causes the fault that was requested from it."""
+
+    def find_line() -> dict[str, Any] | None:
+        after = job.page.view()
+        line = job.find_line(view.generation, since, lambda line: line.get("fault") == request)
+        if line is None and after is not None and after.generation > view.generation:
+            # The view was old, for example because the fault before had another effect.
+            raise NoEffectError(f"generation {view.generation} had ended")
+        return line
+
+    return job.wait_until(description, find_line)
 
 
 def _slow_step(job: SoakJob, fault: Fault, view: JobView) -> Effect:
@@ -121,9 +133,7 @@ def _slow_step(job: SoakJob, fault: Fault, view: JobView) -> Effect:
     milliseconds = int(1000 * fault.parameters["seconds"])
     since, generation = now(), view.generation
     job.page.request_fault(generation, number, SLOW, 0, milliseconds)
-    start = job.wait_for_line(
-        "the slow step", generation, since, lambda line: line.get("fault") == SLOW
-    )
+    start = _wait_for_request(job, "the slow step", view, since, SLOW)
     end = job.wait_for_line(
         "the end of the slow step", generation, start["at"], lambda line: "slept" in line
     )

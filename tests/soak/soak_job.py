@@ -162,11 +162,14 @@ class SoakJob:
             is_match: Returns whether a line is the awaited one.
         """
 
-        def find_line() -> dict[str, Any] | None:
-            lines = (line for _, _, line in self._lines(generation) if line["at"] >= since)
-            return next((line for line in lines if is_match(line)), None)
+        return self.wait_until(description, lambda: self.find_line(generation, since, is_match))
 
-        return self.wait_until(description, find_line)
+    def find_line(
+        self, generation: int, since: float, is_match: Callable[[dict[str, Any]], bool]
+    ) -> dict[str, Any] | None:
+        """Return the first such line of the trace, if there is one. Arguments as above."""
+        lines = (line for _, _, line in self._lines(generation) if line["at"] >= since)
+        return next((line for line in lines if is_match(line)), None)
 
     def read_generations(self, first: int) -> list[Generation]:
         """Return the generations from this number on, as far as the trace has them."""
