@@ -42,7 +42,7 @@ unexport PYTHONDONTWRITEBYTECODE
 	soak clean
 
 help:
-	@echo "make test       tests of one process or a few: two to four minutes on two cores"
+	@echo "make test       tests of one process or a few: about nine minutes on two cores"
 	@echo "make lint       ruff: rules and format"
 	@echo "make types      mypy --strict"
 	@echo "make docs       build the documentation into build/docs; warnings are errors"

@@ -11,6 +11,7 @@ import abc
 import heapq
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from operator import attrgetter
@@ -167,7 +168,9 @@ class NodeJournal(Journal):
         ]
         self._file_queue = BackgroundQueue("journal", _on_write_error, max_pending=max_pending)
         self._retry_interval = retry_interval
-        # Owned by the thread that records events:
+        # Guards what follows: the requests of operators are recorded by a thread of their own. A
+        # listener may record events as well.
+        self._lock = threading.RLock()
         self._num_rejected = 0  # a value had no JSON form
         self._num_recorded = 0
         self._num_unqueued = 0  # there was no room in the queue
@@ -187,7 +190,14 @@ class NodeJournal(Journal):
         self._on_recorded = function
 
     def record(self, body: EventBody, *, generation: int = 0, rank: int | None = None) -> None:
-        """Record an event. One that is no valid event counts as dropped; the log says so once."""
+        """Record an event. One that is no valid event counts as dropped; the log says so once.
+
+        Any thread may record events. The file has them in the order of their times.
+        """
+        with self._lock:
+            self._record(body, generation, rank)
+
+    def _record(self, body: EventBody, generation: int, rank: int | None) -> None:
         times = wall(), monotonic()
         try:
             event = Event(body, self._run, self._node, generation, *times, rank)

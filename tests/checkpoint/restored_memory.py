@@ -20,10 +20,25 @@ from elasticlib import CheckpointManager
 CLONE_NEWNS, MS_REC_PRIVATE = 0x20000, 0x44000
 
 
-def read_size(file: str, field: str) -> float:
-    """Return a size in a file about this process, in MiB."""
-    [kib] = re.findall(rf"^{field}:\s+(\d+)", Path("/proc/self", file).read_text(), re.M)
+def private_size() -> float:
+    """Return the private memory of this process in MiB."""
+    [kib] = re.findall(r"^RssAnon:\s+(\d+)", Path("/proc/self/status").read_text(), re.M)
     return int(kib) / 1024
+
+
+def shared_size() -> float:
+    """Return this process's share of the memory of restores, in MiB.
+
+    The share of other mappings is not included. That of torch's libraries, for example, grows by
+    100 MiB if other processes that use torch end meanwhile.
+    """
+    kib, is_of_restore = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            is_of_restore = "elasticlib-restore" in line
+        elif is_of_restore and line.startswith("Pss:"):
+            kib += int(line.split()[1])
+    return kib / 1024
 
 
 @attrs.frozen
@@ -31,11 +46,12 @@ class Memory:
     """The memory of this process in MiB."""
 
     private: float
-    share: float  # private memory, and the process's share of what several processes have mapped
+    share: float  # private memory, and the process's share of the memory of restores
 
     @classmethod
     def now(cls) -> Memory:
-        return cls(read_size("status", "RssAnon"), read_size("smaps_rollup", "Pss"))
+        private = private_size()
+        return cls(private, private + shared_size())
 
     def since(self, before: Memory) -> tuple[float, float]:
         return self.private - before.private, self.share - before.share

@@ -75,6 +75,7 @@ def time_out_twice(folder: Path) -> list[Any]:
         with capture_errors() as second_errors:
             manager.wait(timeout=0.5)
     with create_manager(folder) as manager:
+        wait_until("the save of the other rank", lambda: manager.load()["w"][0] == 10)
         return [first_errors, second_errors, manager.steps(), float(manager.load()["w"][0])]
 
 

@@ -113,7 +113,7 @@ def test_a_node_that_fails_its_check_after_a_failure_leaves_and_no_restart_is_co
     last = read_events(hosts[2])[-1]
     assert (last.kind, last.data["exit_code"]) == ("run.finished", UNFIT)
     assert "GPU 3 has fallen off the bus" in last.data["reason"]
-    assert last.is_true("expelled")
+    assert last.data["expelled"]
 
 
 def test_a_spare_replaces_a_node_that_fails_its_check_after_a_failure(cluster: Cluster) -> None:

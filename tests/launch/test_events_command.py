@@ -38,7 +38,7 @@ def test_events_of_a_finished_run_are_printed_one_per_line(job: Job) -> None:
     for line, event in zip(lines, events, strict=True):
         assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}  ", line), line
         assert line.split()[2:5] == [event.node, str(event.generation or "-"), event.kind]
-    assert f"1 worker on {events[0].text('host')}: " in lines[0]
+    assert f"1 worker on {events[0].data['host']}: " in lines[0]
     (died,) = (line for line in lines if " worker.exited " in line and "SIGKILL" in line)
     assert f"worker of rank 0 (local 0, pid {report['pid']}) was killed by SIGKILL" in died
     assert lines[-1].endswith("succeeded: 1 node done (exit code 0)")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import re
 import resource
+import sys
 import threading
 from collections import UserDict
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,27 @@ def test_events_are_written_in_the_order_in_which_they_were_recorded(tmp_path: P
     assert [event.rank for event in events] == list(range(50))
     assert {(e.run, e.node, e.generation) for e in events} == {("job", "node", 2)}
     assert [e.monotonic for e in events] == sorted(e.monotonic for e in events)
+
+
+def test_events_of_several_threads_are_written_in_the_order_of_their_times(tmp_path: Path) -> None:
+    path, interval = tmp_path / "events.jsonl", sys.getswitchinterval()
+    journal = NodeJournal("job", "node", path)
+
+    def record_many() -> None:
+        for number in range(300):
+            journal.record(Failure(reason=str(number)))
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            for recorded in [pool.submit(record_many) for _ in range(4)]:
+                recorded.result(60)
+    finally:
+        sys.setswitchinterval(interval)
+    journal.close()
+    times = [event.monotonic for event in read(path)]
+    assert len(times) == 1200
+    assert times == sorted(times)
 
 
 def test_lines_of_two_journals_in_one_file_are_not_interleaved(tmp_path: Path) -> None:
