@@ -17,6 +17,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any, TypeVar, cast
@@ -65,6 +66,11 @@ def daemon_thread(
 
 def only_logged(_message: str) -> None:
     """Do nothing: the error of a thread is in the log."""
+
+
+def reentrant_lock() -> AbstractContextManager[bool]:
+    """Return a lock that the thread which has it may take again."""
+    return threading.RLock()
 
 
 def do_nothing() -> None:

@@ -24,7 +24,7 @@ MAX_EVENTS_BY_KIND: Mapping[str, int] = {
     "worker.exited": 250,  # for each worker, because all may exit each time in the same order
 }
 MAX_WORKERS_APART = 64  # more workers share their limits
-SAVE_KINDS = ("checkpoint.saved", "snapshot.taken")
+SAVE_KINDS = (kinds.CheckpointSaved.kind_name, kinds.SnapshotTaken.kind_name)
 # They change only the workers and steps of a status, which a reader of files does not need.
 _OF_WORKERS = (
     *(kinds.WorkerStarted, kinds.WorkerExited, kinds.StateSaved),

@@ -35,7 +35,7 @@ Kind = TypeVar("Kind", bound="type[EventBody]")
 
 @attrs.frozen
 class EventBody:
-    """What happened, without when and where."""
+    """The base of all kinds: it contains what happened, without the time and the node."""
 
     kind_name: ClassVar[str] = ""
 
@@ -51,12 +51,12 @@ class EventBody:
 
     @property
     def timeline_text(self) -> str | None:
-        """What a report shows on its timeline; None if it omits the event."""
+        """The text on the timeline of a report; None if the report omits the event."""
         return None
 
     @property
     def text(self) -> str:
-        """What happened, as `elasticlib events` shows it."""
+        """The text that `elasticlib events` shows."""
         if self.timeline_text is not None:
             return self.timeline_text
         return ", ".join(f"{name}: {value}" for name, value in self.data.items())
@@ -125,8 +125,8 @@ class _PlainCopier:
 def plain_data(data: Mapping[str, object]) -> dict[str, Any]:
     """Return a copy of the data of an event that consists of JSON values.
 
-    A value that has no JSON form becomes the name of its type: its `str` raises, it is nested more
-    than 8 deep, or it is an integer of more than 8,192 bits.
+    A value that has no JSON form is replaced by the name of its type: its `str` raises, it is
+    nested more than 8 deep, or it is an integer of more than 8,192 bits.
     """
     copies = ((_PlainCopier().copy(name), value) for name, value in data.items())
     return {str(name)[:MAX_NAME_CHARS]: _PlainCopier().copy(value) for name, value in copies}
@@ -145,7 +145,7 @@ def cut(text: str, limit: int) -> str:
 # -- reading values of unknown types ---------------------------------------------------------------
 
 
-def as_number(value: object) -> float | None:
+def _as_number(value: object) -> float | None:
     """Return a finite number of plausible size, or None."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
@@ -153,14 +153,14 @@ def as_number(value: object) -> float | None:
 
 
 def _as_seconds(value: object) -> float | None:
-    number = as_number(value)
+    number = _as_number(value)
     return None if number is None or number < 0 else number
 
 
 def _as_loss(value: object) -> float | None:
     if isinstance(value, float) or value in ("nan", "inf", "-inf"):
         return float(value)
-    return as_number(value)
+    return _as_number(value)
 
 
 def _as_count(value: object) -> int | None:
@@ -170,7 +170,7 @@ def _as_count(value: object) -> int | None:
 
 
 def _as_integer(value: object) -> int | None:
-    return int(value) if isinstance(value, int) and as_number(value) is not None else None
+    return int(value) if isinstance(value, int) and _as_number(value) is not None else None
 
 
 def _as_text(value: object) -> str:
@@ -206,10 +206,6 @@ def _field(read: Callable[[object], object]) -> Any:
 
 def _count() -> Any:
     return _field(_as_count)
-
-
-def _number() -> Any:
-    return _field(as_number)
 
 
 def _seconds() -> Any:
@@ -327,7 +323,7 @@ class WorkerExited(EventBody):
     local_rank: int | None = _count()  #: local rank of the worker
     exit_code: int | None = _field(_as_integer)  #: exit code; negative for a signal
     succeeded: bool = _flag()  #: true if the worker succeeded
-    stopped: bool = _flag()  #: true if this agent had asked the worker to stop
+    stopped: bool = _flag()  #: true if this agent had requested the stop
     description: str = _text()  #: how the worker exited, as text
     #: message of its failure, or else how it exited; empty if it succeeded
     error: str = _text()
@@ -336,7 +332,7 @@ class WorkerExited(EventBody):
 
     @property
     def is_expected(self) -> bool:
-        """True if the worker succeeded or was told to stop."""
+        """True if the worker succeeded or this agent stopped it."""
         return self.succeeded or self.stopped
 
     @property
@@ -368,8 +364,8 @@ class Failure(EventBody):
 class Stopping(EventBody):
     """The workers of this node are being stopped."""
 
-    notice: str = _text()  #: reason that the workers are given; empty if they are not asked to save
-    #: time that the workers have to save; 0 if they are not asked to
+    notice: str = _text()  #: reason that the workers are given; empty if they have no time to save
+    #: time that the workers have to save; 0 if there is no notice
     grace_seconds: float | None = _seconds()
     reason: str = _text()  #: why the workers are stopped
 
@@ -427,9 +423,9 @@ class StateRestored(EventBody):
 
     step: int | None = _count()  #: step of the state that the workers restored
     source: str = _text()  #: memory (of this node), peer (memory of another node) or disk
-    #: time that the restore took, after the last worker asked for it
+    #: time that the restore took, after the last worker requested it
     duration_seconds: float | None = _seconds()
-    #: time from the start of the workers until the last one asked for it
+    #: time from the start of the workers until the last one requested it
     delay_seconds: float | None = _seconds()
 
     @property
@@ -514,7 +510,7 @@ class CheckpointSaved(StateSaved):
 @_kind("run.finished")
 @attrs.frozen(kw_only=True)
 class RunFinished(EventBody):
-    """An agent has ended."""
+    """The run of an agent has finished."""
 
     state: str = _text()  #: succeeded, failed, stopped or drained
     reason: str = _text()  #: why, as text
@@ -548,8 +544,9 @@ class OtherEvent(EventBody):
     """An event of your own, or of another version.
 
     The data is copied and consists of JSON values: infinite numbers, NaN and other objects become
-    text, long texts are cut, and tuples become lists. A value becomes the name of its type if its
-    `str` raises, if it is nested more than 8 deep, or if it is an integer of more than 8,192 bits.
+    text, long texts are cut, and tuples become lists. A value is replaced by the name of its type
+    if its `str` raises, if it is nested more than 8 deep, or if it is an integer of more than 8,192
+    bits.
     """
 
     kind: str  #: the kind, for example "my.kind"

@@ -11,7 +11,6 @@ import abc
 import heapq
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from operator import attrgetter
@@ -21,7 +20,7 @@ import attrs
 
 from ..clock import monotonic, wall
 from ..errors import format_error
-from ..threads import BackgroundQueue
+from ..threads import BackgroundQueue, reentrant_lock
 from ..workers.interface import Heartbeat
 from .aggregate import NodeAggregate, NodeStatus, with_heartbeats
 from .event import Event, decode, encode
@@ -170,8 +169,8 @@ class NodeJournal(Journal):
         self._retry_interval = retry_interval
         # Guards what follows: the requests of operators are recorded by a thread of their own. A
         # listener may record events as well.
-        self._lock = threading.RLock()
-        self._num_rejected = 0  # a value had no JSON form
+        self._lock = reentrant_lock()
+        self._num_rejected = 0  # they were no valid events
         self._num_recorded = 0
         self._num_unqueued = 0  # there was no room in the queue
         # Owned by the calls that write the file, which are executed one after the other:

@@ -284,15 +284,15 @@ class RendezvousDriver:
         if has_published:
             # A request to join ends the generation, and comes after what was published in it.
             early, _ = self._topics.turn(self._clock())
-        begun_at = self._clock()
+        started_at = self._clock()
         reports, next_at = self.node.turn(
-            begun_at,
+            started_at,
             requests,
             change if isinstance(change, Listing) else None,
             progress_due=progress_due,
         )
         # The pause follows the turn: where many nodes share a processor, turns take long.
-        next_at += self._clock() - begun_at
+        next_at += self._clock() - started_at
         for report in reports:
             self._deliver(report)
         if self.node.error is not None:

@@ -410,7 +410,7 @@ class RendezvousNode:
         """Return whether this turn may decide on the job, or write it again.
 
         The node then finds out first whether its lease is lost, because the store may be another
-        one. A node that has just been told what another node has decided takes part in that without
+        one. A node that has just received the decision of another node takes part in it without
         this round trip.
         """
         if listing is None or self.is_leader:
